@@ -144,7 +144,10 @@ def main() -> None:
                 flipped = flip(store)
             tiers = [] if kind == "alone" else [tier]
             log = folder / f"{kind}.log"
-            runs[kind] = run(options.python, start | {"tiers": tiers}, prompts, options.new, log)
+            try:
+                runs[kind] = run(options.python, start | {"tiers": tiers}, prompts, options.new, log)
+            except RuntimeError as error:
+                sys.exit(f"vLLM ended: {error}")
             lines.append(compared(kind, runs[kind], runs["alone"]))
             print({key: round(value, 3) if isinstance(value, float) else value for key, value in lines[-1].items()})
         faults = wrong(lines, flipped, is_exact=options.toy)

@@ -355,6 +355,7 @@ def fifty(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[li
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_fifty_sets_are_aborted_or_hang(llama: Path, fifty: list[list[list[int]]], tmp_path: Path) -> None:
     store = tmp_path / "store"
     with engine(llama, tmp_path / "cold", quire_tier(store), cpu_bytes=256 << 20) as vllm:
@@ -374,6 +375,7 @@ def test_fifty_sets_are_aborted_or_hang(llama: Path, fifty: list[list[list[int]]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_fifty_sets_in_a_full_store_and_by_two_engines(
     llama: Path, fifty: list[list[list[int]]], tmp_path: Path
 ) -> None:
@@ -399,6 +401,7 @@ def test_fifty_sets_in_a_full_store_and_by_two_engines(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_fifty_sets_with_a_server_that_hangs_or_is_killed(
     llama: Path, fifty: list[list[list[int]]], tmp_path: Path
 ) -> None:

@@ -68,3 +68,31 @@ def test_nothing_else_lies_after_a_record(tmp_path: Path) -> None:
 
 def _blocks(data: bytes) -> list[bytes]:
     return [data[at : at + BLOCK] for at in range(0, len(data), BLOCK)]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize(("count", "sizes"), [(2000, [4096]), (3000, [100]), (600, [4096, 100]), (240, [4096, 100])])
+def test_many_pieces(direct: bool, count: int, sizes: list[int], tmp_path: Path) -> None:
+    """More than the system takes in one call, in one record or in neighbours."""
+    total = count * sum(sizes)
+    with closing(DirectoryStore(tmp_path, 128 << 20, direct=direct)) as store:
+        content = np.random.default_rng(3).bytes(4 * total)
+        keys = [StoreKey(bytes(16), bytes([at]) * 32, 0) for at in range(4)]
+        written, read = ([cut(memoryview(mmap.mmap(-1, total)), sizes) for _ in keys] for _ in range(2))
+        for at, views in enumerate(written):
+            fill(views, content[at * total : (at + 1) * total])
+        assert store.prepare(keys, [total] * 4) == [Answer.MISS] * 4
+        assert store.put(keys, written) == [Answer.HIT] * 4
+        assert store.complete(keys, [True] * 4) == [Answer.HIT] * 4
+        assert store.get(keys, read) == [Answer.HIT] * 4
+        assert b"".join(view for views in read for view in views) == content
+
+
+def cut(memory: memoryview, sizes: list[int]) -> tuple[memoryview, ...]:
+    """Pieces of these sizes, one after another, again and again."""
+    found = []
+    while memory:
+        for size in sizes:
+            found.append(memory[:size])
+            memory = memory[size:]
+    return tuple(found)

@@ -28,7 +28,8 @@ Place = tuple[int, int, Sequence[memoryview]]  # a slab, an offset in it, and th
 
 BLOCK = 4096  # O_DIRECT requires that offsets, lengths and addresses are multiples of this
 _DIRECT = getattr(os, "O_DIRECT", 0)
-_PIECE = 1 << 20  # bytes of one call at most; larger records are cut, so that several threads move them
+_PIECE = 4 << 20  # bytes of one call at most; larger records are cut, so that several threads move them
+_PARTS = 500  # pieces of memory in one call: the system takes 1,024, with what is between them
 
 
 class _SlabFile:
@@ -54,7 +55,7 @@ class _Buffer(local):
 
 class SlabFiles:
     """Slab files by number, which is never reused, for any thread. `direct` says whether I/O bypasses the page cache.
-    Each thread has a buffer of 1 MiB; the calling thread works too."""
+    Each thread has a buffer of 4 MiB, of which it touches what it needs; the calling thread works too."""
 
     def __init__(self, folder: Path, *, direct: bool | None, threads: int = 1) -> None:
         """`direct` None: if the filesystem supports it. Raises OSError if no file can be created, or not so."""
@@ -180,12 +181,12 @@ class _Piece(NamedTuple):
 
 def _cut(parts: Sequence[memoryview]) -> Iterator[tuple[int, Sequence[memoryview], int]]:
     """Parts of a record, each with its offset and its bytes, which are at most `_PIECE`."""
-    total = sum(map(len, parts))
-    if total <= _PIECE:
+    total, most = sum(map(len, parts)), _PIECE if len(parts) <= _PARTS else _PIECE // 4
+    if total <= most:
         yield 0, parts, total
         return
-    for start in range(0, total, _PIECE):
-        stop, at, some = min(start + _PIECE, total), 0, []
+    for start in range(0, total, most):
+        stop, at, some = min(start + most, total), 0, []
         for part in parts:
             some.append(part[max(0, start - at) : max(0, stop - at)])
             at += len(part)
@@ -201,15 +202,15 @@ def _runs(places: Sequence[Place], descriptors: dict[int, int]) -> list[list[_Pi
         for at, some, num_bytes in _cut(parts)
     ]
     runs: list[list[_Piece]] = []
-    end, room = (-1, -1), 0
+    end, room, parts = (-1, -1), 0, 0
     for piece in sorted(pieces, key=itemgetter(0, 1)):
-        descriptor, offset, *_, length, _ = piece
-        if (descriptor, offset) == end and length <= room:
+        descriptor, offset, some, _, length, _ = piece
+        if (descriptor, offset) == end and length <= room and len(some) <= parts:
             runs[-1].append(piece)
         else:
             runs.append([piece])
-            room = _PIECE
-        room -= length
+            room, parts = _PIECE, _PARTS
+        room, parts = room - length, parts - len(some)
         end = (descriptor, offset + length)
     return runs
 
