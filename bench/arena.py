@@ -1,11 +1,12 @@
 """Groups that share an arena beside pools that were split once, under loads that swing, in replays.
 
-    python -m bench.arena [--json FILE] [--models gemma-3-27b,...] [--phases 8]
+    python -m bench.arena [--json FILE] [--models gemma-3-27b,...] [--phases 4]
 
 The load swings between many short requests and a few long ones; most go on from an earlier one. Scheduler, cache and
 allocators are the production code. Both plans have the same bytes, and are made for the mean of the load. For both it
 says what running requests hold of the bytes when an allocation fails, how many tokens are cached, and the hit rate; for
-the arena also which part of the allocated bytes was moved, and the steps that moved.
+the arena also which part of the allocated bytes was moved, and the steps that moved. An arena has room for more running
+requests, which leave less to the cache: a third replay lets no more of them run than split pools do.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -169,23 +171,23 @@ def compare(name: str, phases: int, scale: float) -> dict[str, Any]:
     trace = swinging(spec, phases, 3 * tokens)
     lengths = [len(each.prompt) + len(each.output) for each in trace]
     plan = make_plan(spec, settings.changed(mix=mix_of(lengths, "the load")))
+    plans = {"static": plan.memory, "arena": plan.floating}
+    plans["arena, no more running"] = replace(plan.floating, max_requests=plan.memory.max_requests)
     found = {"tokens": plan.memory.num_tokens, "requests": len(trace), "budget": budget}
-    return found | {
-        kind: measured(each, budget, trace) for kind, each in (("static", plan.memory), ("arena", plan.floating))
-    }
+    return found | {kind: measured(each, budget, trace) for kind, each in plans.items()}
 
 
 def main() -> None:
     parser = new_parser(__doc__ or "")
     parser.add_argument("--models", default=",".join(MODELS), help="of " + ", ".join(MODELS))
-    parser.add_argument("--phases", type=int, default=8, help="of short and long requests, in turns")
+    parser.add_argument("--phases", type=int, default=4, help="of short and long requests, in turns")
     options = parser.parse_args()
     result: dict[str, Any] = machine(models={})
     for name in options.models.split(","):
         found = result["models"][name] = compare(
             name, 2 if options.toy else options.phases, 0.5 if options.toy else 1.0
         )
-        for kind in ("static", "arena"):
+        for kind in [each for each in found if isinstance(found[each], dict)]:
             print(name, kind, json.dumps(found[kind]), flush=True)
     save(options.json, result)
 

@@ -30,7 +30,7 @@ from quire.plan.mix import Mix, mix_of, read_trace, uniform
 from quire.plan.parallel import Parallelism
 from quire.plan.plan import Plan
 from quire.plan.planner import make_plan
-from quire.plan.report import explain, plan_as_dict
+from quire.plan.report import arena_as_dict, explain, plan_as_dict
 from quire.plan.settings import PlanSettings
 from quire.scheduler.policy import scheduling_policy
 from quire.scheduler.request import Request
@@ -749,3 +749,28 @@ def test_windows_of_two_lengths_have_pools_of_their_own() -> None:
 def test_a_refused_configuration_names_the_field() -> None:
     with pytest.raises(UnsupportedModel, match="retention_heads"):
         ModelSpec.from_config({**CATALOGUE["llama-3.1-8b"].config, "retention_heads": 4})
+
+
+@needs_shared
+def test_an_arena_holds_no_fewer_of_any_length() -> None:
+    """What fits is told for the expected requests and for the extremes, beside split pools of the same bytes."""
+    shared = 0
+    for file in CONFIGS:
+        spec = ModelSpec.from_config(json.loads(file.read_text()))
+        try:
+            plan = make_plan(spec, PlanSettings(kv_memory=60 * GIB, max_model_len=min(spec.context_length, 16_384)))
+        except QuireError:
+            continue
+        found = arena_as_dict(plan)
+        floating = plan.floating
+        assert (found is None) == (floating.arena is None) == (floating == plan.memory)
+        if found is None:
+            continue
+        shared += 1
+        assert floating.pool_bytes == found["bytes"] == plan.kv_bytes
+        assert 0 <= found["waste_bytes"] <= 2 * sum(floating.arena.strides)
+        assert plan.memory.largest_request <= floating.largest_request
+        assert all(each["arena"] >= each["split"] - 1 for each in found["fits"]), (file.name, found)
+        assert any(each["arena"] > 1.1 * each["split"] for each in found["fits"]), (file.name, found)
+        assert any("one arena of these bytes" in note for note in plan.notes)
+    assert shared > 20

@@ -89,6 +89,20 @@ class Plan:
         max_requests = max(1, max_requests // settings.parallel.dp)
         return replace(plan, arena=arena, num_pages=num_pages, max_requests=max_requests)
 
+    def room_in_arena(self, length: int) -> int | None:
+        """Requests of `length` tokens that an arena of this rank has room for, with the states that each uses; None if
+        its groups share none."""
+        plan = self.floating
+        if plan.arena is None:
+            return None
+        pages, frames = max(1, plan.pages_of(length)), []
+        for group in plan.groups:
+            kept = pages_for(self.configurator.options.window_tokens(group.reach, self.page_size), self.tokens_per_page)
+            states = self.configurator.options.states_per_request + plan.tokens_per_step - 1
+            frames.append(states if group.reach.in_place else pages if group.reach.kind == "full" else min(pages, kept))
+        each = sum(n * stride for n, stride in zip(frames, plan.arena.strides, strict=True))
+        return plan.arena.room // each * self.settings.parallel.dp
+
     def _passed_pages(self, max_requests: int) -> int:
         """Page ids beside those with frames, for passed pages of requests of a model of windows and states only.
 

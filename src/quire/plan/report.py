@@ -80,6 +80,27 @@ def _split(plan: Plan, _: WeightEstimate | None) -> Iterator[str]:
         yield f"pools are split for {plan.mix.source}{more}"
 
 
+_SHORT = 512  # tokens of a short request
+
+
+def _arena(plan: Plan, _: WeightEstimate | None) -> Iterator[str]:
+    if (found := arena_as_dict(plan)) is not None:
+        told = [f"{each['arena']:,} requests of {each['tokens']:,} tokens" for each in found["fits"]]
+        split = ", ".join(f"{each['split']:,}" for each in found["fits"])
+        yield f"one arena of these bytes holds {', or '.join(told)}; pools that are split hold {split}."
+
+
+def arena_as_dict(plan: Plan) -> dict[str, Any] | None:
+    """What fits in an arena and in split pools, for the expected requests and if all are short or all are long; and
+    its bytes that hold no frame: the paddings, and less than one of the smaller frames. None if groups share none."""
+    layout = plan.floating.arena
+    if layout is None:
+        return None
+    lengths = sorted({min(_SHORT, plan.context), min(plan.mix.mean, plan.context), plan.context})
+    fits = [{"tokens": n, "arena": plan.room_in_arena(n), "split": plan.room_for(n)} for n in lengths]
+    return {"bytes": layout.budget, "waste_bytes": layout.budget - layout.room, "fits": fits}
+
+
 def _share_of_device(plan: Plan, _: WeightEstimate | None) -> Iterator[str]:
     share, device = plan.settings.mem_fraction_static, plan.settings.rank_device
     if share is not None and device is not None:
@@ -147,8 +168,8 @@ def _long_pages(plan: Plan, _: WeightEstimate | None) -> Iterator[str]:
 
 
 _RULES: tuple[_Rule, ...] = (
-    _split, _share_of_device, _ranks, _without_effect, draft_weight_notes, _uneven_heads, _cap, _requests, _short_steps,
-    lossy_notes, _long_pages,
+    _split, _arena, _share_of_device, _ranks, _without_effect, draft_weight_notes, _uneven_heads, _cap, _requests,
+    _short_steps, lossy_notes, _long_pages,
 )  # fmt: skip
 """Each yields the notes of one subject, in this order."""
 
@@ -192,6 +213,7 @@ def plan_as_dict(plan: Plan, *, to_fit: Sequence[Option] = (), model: str = "") 
         "deciding_stage": plan.stage,
         "speculation": speculation_as_dict(plan),
         "hisparse": hisparse_as_dict(plan),
+        "arena": arena_as_dict(plan),
         "device": None if settings.rank_device is None else settings.rank_device.name,
         "device_bytes": None if settings.rank_device is None else settings.rank_device.memory,
         "to_fit": [str(option) for option in to_fit],
