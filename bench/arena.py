@@ -2,11 +2,12 @@
 
     python -m bench.arena [--json FILE] [--models gemma-3-27b,...] [--phases 4]
 
-The load swings between many short requests and a few long ones; most go on from an earlier one. Scheduler, cache and
-allocators are the production code. Both plans have the same bytes, and are made for the mean of the load. For both it
-says what running requests hold of the bytes when an allocation fails, how many tokens are cached, and the hit rate; for
-the arena also which part of the allocated bytes was moved, and the steps that moved. An arena has room for more running
-requests, which leave less to the cache: a third replay lets no more of them run than split pools do.
+The load swings between many short requests and a few long ones; most go on from an earlier one, once it has ended.
+Scheduler, cache and allocators are the production code. Both plans have the same bytes, and are made for the mean of
+the load. For both it says what running requests hold of the bytes when an allocation fails, and in steps where one
+waits for room; how many tokens are cached, and the hit rate; for the arena also which part of the allocated bytes was
+moved, and the steps that moved. The load is more than fits, so an arena runs more requests, which leave less to the
+cache. Two more replays run at most half as many as split pools can.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from quire.plan.mix import mix_of
 from quire.plan.planner import make_plan
 from quire.plan.settings import PlanSettings
 from quire.plan.step_cost import CostModel
+from quire.scheduler.scheduler import Scheduler
 from quire.sim.replay import Replay, ReplaySettings
 from quire.sim.trace_request import TraceRequest
 from quire.spec.ids import Ids
@@ -47,6 +49,8 @@ MODELS = {
 """The configuration in `../shared/data/configs`, and the budget in GB."""
 SHORT, LONG = (300, 2_000), (16_000, 100_000)
 CHUNK = 8192
+THINK_S = 10.0
+"""The mean time between an answer and what goes on from it."""
 COST = CostModel.from_flags(prefill_rate=20_000, decode_ms=5, key_ns=0)
 
 
@@ -62,13 +66,19 @@ def swinging(spec: ModelSpec, phases: int, tokens: int) -> list[TraceRequest]:
         left, earlier = tokens, kinds[phase % 2]
         while left > 0:
             length, shared = min(draw.randint(low, high), spec.context_length - 1_000), np.empty(0, dtype=np.int32)
+            after, think = "", draw.expovariate(1 / THINK_S)
             if earlier and draw.random() < 2 / 3:
                 before = draw.choice(earlier[-40:])
+                after = before.request_id
                 shared = np.concatenate((before.prompt, before.output))[:length]
             own = numbers.integers(1, 50_000, size=max(1, length - len(shared)), dtype=np.int32)
             output = numbers.integers(1, 50_000, size=draw.randint(50, 400), dtype=np.int32)
             prompt = np.concatenate((shared, own))
-            found.append(TraceRequest(request_id=f"r{len(found)}", prompt=prompt, output=output, arrival=now))
+            found.append(
+                TraceRequest(
+                    request_id=f"r{len(found)}", prompt=prompt, output=output, arrival=now, after=after, think=think
+                )
+            )
             earlier.append(found[-1])
             left -= len(prompt) + len(output)
             now += len(own) / 20_000  # as fast as they are computed
@@ -78,10 +88,12 @@ def swinging(spec: ModelSpec, phases: int, tokens: int) -> list[TraceRequest]:
 class Watching(Part):
     """What a cache holds, step by step."""
 
-    def __init__(self, cache: KVCache, plan: MemoryPlan, budget: int) -> None:
+    def __init__(self, cache: KVCache, scheduler: Scheduler, plan: MemoryPlan, budget: int) -> None:
         self._cache, self._budget = cache, budget
         self._strides = [group.layout.bytes_per_frame for group in plan.groups]
+        self._scheduler = scheduler
         self.failed: list[float] = []
+        self.waited: list[float] = []
         self.cached: list[int] = []
         self.moved = self.allocated = self.largest_move = 0
         self._moved_now = 0
@@ -98,8 +110,7 @@ class Watching(Part):
         try:
             self._extend(kvs, counts)
         except OutOfPages:
-            held = sum(stride * g.num_held for g, stride in zip(self._cache.groups, self._strides, strict=True))
-            self.failed.append(held / self._budget)
+            self.failed.append(self._held())
             raise
 
     def _count(self, ids: IdPool, stride: int) -> None:
@@ -115,6 +126,13 @@ class Watching(Part):
 
     def launched(self, launched: Launched) -> None:
         self.cached.append(self._cache.tree.num_pages * self._cache.page_size)
+        if self._scheduler.lacks_room:
+            self.waited.append(self._held())
+
+    def _held(self) -> float:
+        """What running requests hold of the bytes."""
+        held = sum(stride * g.num_held for g, stride in zip(self._cache.groups, self._strides, strict=True))
+        return held / self._budget
 
     def after_step(self, *, idle: bool) -> None:
         now = time.thread_time()
@@ -133,7 +151,7 @@ def measured(plan: MemoryPlan, budget: int, trace: Sequence[TraceRequest]) -> di
     settings = ReplaySettings(chunk=CHUNK)
     parts: list[Part] = []
     replay = Replay(plan, COST, settings, parts=parts)
-    watching = Watching(replay.cache, plan, budget)
+    watching = Watching(replay.cache, replay.scheduler, plan, budget)
     replay.loop.parts += (watching,)
     replay.loop._launched += (watching.launched,)
     replay.loop._after_step += (watching.after_step,)
@@ -143,6 +161,7 @@ def measured(plan: MemoryPlan, budget: int, trace: Sequence[TraceRequest]) -> di
     return {
         "used_mean": statistics.mean(watching.failed) if watching.failed else None,
         "used_min": min(watching.failed, default=None),
+        "waited_mean": statistics.mean(watching.waited) if watching.waited else None,
         "failures": len(watching.failed),
         "preemptions": result.preemptions,
         "hit_rate": result.hit_rate,
@@ -172,9 +191,12 @@ def compare(name: str, phases: int, scale: float) -> dict[str, Any]:
     lengths = [len(each.prompt) + len(each.output) for each in trace]
     plan = make_plan(spec, settings.changed(mix=mix_of(lengths, "the load")))
     plans = {"static": plan.memory, "arena": plan.floating}
-    plans["arena, no more running"] = replace(plan.floating, max_requests=plan.memory.max_requests)
-    found = {"tokens": plan.memory.num_tokens, "requests": len(trace), "budget": budget}
-    return found | {kind: measured(each, budget, trace) for kind, each in plans.items()}
+    found: dict[str, Any] = {"tokens": plan.memory.num_tokens, "requests": len(trace), "budget": budget}
+    found |= {kind: measured(each, budget, trace) for kind, each in plans.items()}
+    few = max(1, found["static"]["most_running"] // 2)
+    return found | {
+        f"{kind}, few": measured(replace(each, max_requests=few), budget, trace) for kind, each in plans.items()
+    }
 
 
 def main() -> None:
