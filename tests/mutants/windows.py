@@ -55,7 +55,7 @@ def passed_windows_stay_pinned(patch: Patch) -> None:
 @mutant("cache", field.STUCK)
 def eviction_ignores_windows(patch: Patch) -> None:
     """Only whole pages are evicted, and a full pool of windows never gets a frame back."""
-    patch.setattr(PagedGroup, "evict", lambda self, num_frames: 0)
+    patch.setattr(PagedGroup, "evict", lambda self, num_frames, most=None: 0)
 
 
 @mutant("cache", field.DEAD)
