@@ -353,7 +353,7 @@ class FollowedCache:
             fixed = self.cache._fixed(group.index)
             least = pool.extent if fixed is None else pool.places_of(fixed)
             spare = 0
-            if group.reach.in_place and not self.model.open:
+            if group.reach.in_place and not self.model.open and wanted <= self.model.free() + self.model.evictable():
                 own = 1 + self.cache.plan.tokens_per_step - 1
                 held = [len(group.frames_of(s.kv.row)) for s in self.model.live]
                 spare = sum([max(0, count - own) for count in held])

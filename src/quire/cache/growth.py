@@ -168,7 +168,7 @@ class Growth:
         while (refusal := self._short(wanted, num_new)) is not None:
             retention = self._offload.retention
             if not (
-                self._give_up_checkpoints(wanted)
+                self._give_up_checkpoints(wanted, num_new)
                 or self._give_way()
                 or retention.give_way(wanted, num_new)
                 or self._offload.make_room(waits=waits)
@@ -191,9 +191,9 @@ class Growth:
             if (move := room.make_way(wanted)) is not None:
                 self._move(move)
 
-    def _give_up_checkpoints(self, wanted: Sequence[int]) -> bool:
+    def _give_up_checkpoints(self, wanted: Sequence[int], num_new: int) -> bool:
         """A running request needs no more than the plan counts for it: what it has beside that goes, if this helps."""
-        if self._parts.holds.fences.num_open:
+        if self._parts.holds.fences.num_open or num_new > self._most_ids():
             return False
         counts = [group.num_held + n for group, n in zip(self._parts.groups, wanted, strict=True)]
         return any(group.give_up(group.room.lack(counts)) for group in self._states)
@@ -237,7 +237,7 @@ class Growth:
 
     def _short(self, wanted: Sequence[int], num_new: int) -> OutOfPages | None:
         """The error for a request that does not fit even if all evictable pages are evicted."""
-        parts, tree = self._parts, self._parts.tree
+        parts = self._parts
         for room in self._rooms:
             lack = room.lack([g.num_held + n for g, n in zip(parts.groups, wanted, strict=True)])
             if lack > 0:
@@ -245,9 +245,13 @@ class Growth:
                 group, n = parts.groups[index], wanted[index]
                 fits = n - -(-lack // stride)  # beside what the others want
                 return self._refusal(group.name, n, min(group.num_free, max(0, fits)), fits)
-        evictable = max(0, tree.num_evictable + tree.num_below - self._offload.num_read_ids)
-        free = parts.pages.num_free_pages
-        return self._refusal("pages", num_new, free, free + evictable) if num_new > free + evictable else None
+        most = self._most_ids()
+        return self._refusal("pages", num_new, parts.pages.num_free_pages, most) if num_new > most else None
+
+    def _most_ids(self) -> int:
+        """Page ids that are free if all that can be evicted is."""
+        tree, free = self._parts.tree, self._parts.pages.num_free_pages
+        return free + max(0, tree.num_evictable + tree.num_below - self._offload.num_read_ids)
 
     def _refusal(self, group: str, wanted: int, free: int, most: int) -> OutOfPages:
         held_by = self._parts.holds.summary(self._offload.retention.num_pinned)
