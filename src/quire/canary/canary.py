@@ -31,6 +31,7 @@ from quire.canary.writes import Longs, Writes
 from quire.counters import counter, gauge
 from quire.memory.pool import Pool
 from quire.memory.residency import State
+from quire.memory.runs import replace_ids
 from quire.prefix.node import TOKEN_BYTES, Node
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids, Tier
@@ -133,6 +134,7 @@ class Canary:
         self._began: tuple[float, int] = (seconds(), 0)  # the sweep: when, and in which turn
         self.totals = CanaryCounters()
         parts.committed.append(self._committed)
+        parts.moved.append(self.moved_frames)
 
     # -- what the engine tells
 
@@ -162,6 +164,17 @@ class Canary:
         if found is not None and found.writes is not None:
             self._overwritten(found)
             found.writes.moved(sources, targets)
+
+    def moved_frames(self, group: int, sources: Ids, targets: Ids) -> None:
+        """Frames are elsewhere from now on, with their bytes. What is being read was read where it was."""
+        found = self._by_index[group]
+        self._overwritten(found)
+        found.stamps.moved(sources, targets)
+        if found.writes is not None:
+            found.writes.moved_frames(sources, targets)
+        for looking in self._in_flight:
+            if looking.group is found:
+                replace_ids(looking.asked.frames, sources, targets)
 
     def admitted(self, kv: RequestKV, tokens: Ids) -> None:
         """A request begins on cached pages. Those must be of its first tokens."""

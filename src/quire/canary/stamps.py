@@ -115,6 +115,10 @@ class Stamps:
         wrong &= turns > self._turns[pages]
         return np.unique(pages[wrong])
 
+    def moved(self, sources: Ids, targets: Ids) -> None:
+        """Frames are elsewhere, with their bytes."""
+        self._page_of[targets] = self._page_of[sources]
+
     def last_good(self, page: int) -> int:
         """The turn in which a watched page was last found to be what it was."""
         return int(self._checked[page])

@@ -42,6 +42,10 @@ class Writes:
         self.sort_in()
         self._flat[targets] = self._flat[sources]
 
+    def moved_frames(self, sources: Ids, targets: Ids) -> None:
+        """What was written to frames is in others now. After `sort_in`."""
+        self._keys[targets], self._steps[targets] = self._keys[sources], self._steps[sources]
+
     def sort_in(self) -> tuple[Ids, Longs]:
         """Take over what was noted. Returns the frames that were written, and in which step, both in order of steps."""
         noted, self._noted = self._noted, []

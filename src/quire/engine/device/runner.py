@@ -26,7 +26,7 @@ from quire.kernels.batch import Asked, PagedBatch, derive
 from quire.kernels.moves import Pieces
 from quire.kernels.state import StateBatch
 from quire.loop import ForwardPart
-from quire.memory.pool import Pool
+from quire.memory.pool import Pool, allocate
 from quire.models.forward import RunningForward, slots_of
 from quire.models.hf import LoadedModel
 from quire.offload import offload_of
@@ -40,6 +40,8 @@ from quire.tiers.transfer import Transfer
 from quire.upload import Upload, to_device
 
 _NO_POOLS: Mapping[int, Pool] = {}
+_MOVED = 64 * 2**20
+"""Bytes of frames that are moved together, through as much memory beside the pools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +86,17 @@ def build_pools(plan: MemoryPlan, device: torch.device, built: Mapping[int, Pool
         check_cpu_pools(
             plan.pool_bytes + plan.feature_bytes, available=memory.available, limit=memory.limit, total=memory.total
         )
-    return tuple(
-        built.get(index) or Pool(group.layout, plan.frames_of(index), device=device, touched=False)
-        for index, group in enumerate(plan.groups)
+    if (arena := plan.arena) is None:
+        return tuple(
+            built.get(index) or Pool(group.layout, plan.frames_of(index), device=device, touched=False)
+            for index, group in enumerate(plan.groups)
+        )
+    shared = allocate(arena.budget, device, touched=False)
+    rows = (
+        shared.as_strided((plan.frames_of(index) + 1, stride), (stride, 1), arena.origin(index))
+        for index, stride in enumerate(arena.strides)
     )
+    return tuple(Pool(group.layout, rows=own) for group, own in zip(plan.groups, rows, strict=True))
 
 
 class ModelRunner:
@@ -124,8 +133,10 @@ class ModelRunner:
         self._inference = torch.inference_mode()
         rows, width = cache.plan.max_requests, cache.plan.pages_per_row
         self.tables = DevicePageTables(len(self._following), rows, width, device=device, moves=backend.moves)
-        built = sum(pool.num_bytes for pool in self.pools)
+        memory = {each.data_ptr(): each.nbytes() for each in (p.rows.untyped_storage() for p in pools if not p.on_host)}
+        built = sum(memory.values()) + sum(pool.buffer_bytes for pool in pools)
         assert built == cache.plan.pool_bytes, f"built {built} bytes, planned {cache.plan.pool_bytes}"
+        cache.parts.moved.append(self.move_frames)
         self.warm_up_s = warm_up(self, warm_ups) if warm_ups else 0.0
         self.graphs: DecodeGraphs | None = None
         if largest_graph:
@@ -217,6 +228,15 @@ class ModelRunner:
             self.backend.moves.move(self._slots[group], *places)
         for part in self.parts:
             part.moved(launched.step, launched.batches, sources, targets)
+        self.mark()
+
+    def move_frames(self, group: int, sources: Ids, targets: Ids) -> None:
+        """Copy frames of a group behind all launched steps. No frame is among both."""
+        frames = self.pools[group].rows
+        pieces, some = Pieces.of([(0, frames[None, :, None])], frames.shape[1]), max(1, _MOVED // frames.shape[1])
+        for start in range(0, len(sources), some):
+            both = (each[start : start + some].astype(np.int64) for each in (sources, targets))
+            self.backend.moves.move(pieces, *(to_device(each, self._device) for each in both))
         self.mark()
 
     def mark(self) -> None:
