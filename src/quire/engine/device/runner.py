@@ -87,10 +87,12 @@ def build_pools(plan: MemoryPlan, device: torch.device, built: Mapping[int, Pool
             plan.pool_bytes + plan.feature_bytes, available=memory.available, limit=memory.limit, total=memory.total
         )
     if (arena := plan.arena) is None:
-        return tuple(
+        pools = tuple(
             built.get(index) or Pool(group.layout, plan.frames_of(index), device=device, touched=False)
             for index, group in enumerate(plan.groups)
         )
+        assert sum(pool.num_bytes for pool in pools) == plan.pool_bytes, "pools of other sizes than planned"
+        return pools
     shared = allocate(arena.budget, device, touched=False)
     rows = (
         shared.as_strided((plan.frames_of(index) + 1, stride), (stride, 1), arena.origin(index))
@@ -133,9 +135,6 @@ class ModelRunner:
         self._inference = torch.inference_mode()
         rows, width = cache.plan.max_requests, cache.plan.pages_per_row
         self.tables = DevicePageTables(len(self._following), rows, width, device=device, moves=backend.moves)
-        memory = {each.data_ptr(): each.nbytes() for each in (p.rows.untyped_storage() for p in pools if not p.on_host)}
-        built = sum(memory.values()) + sum(pool.buffer_bytes for pool in pools)
-        assert built == cache.plan.pool_bytes, f"built {built} bytes, planned {cache.plan.pool_bytes}"
         cache.parts.moved.append(self.move_frames)
         self.warm_up_s = warm_up(self, warm_ups) if warm_ups else 0.0
         self.graphs: DecodeGraphs | None = None

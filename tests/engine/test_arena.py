@@ -1,0 +1,124 @@
+"""Engines whose two groups share one range of bytes: frames move while requests run, and no token is another one."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.cache.statistics import CacheStatistics
+from quire.canary.canary import Canary
+from quire.engine.config import engine_config
+from quire.engine.core import EngineCore
+from quire.engine.device.runner import ModelRunner
+from quire.scheduler.sampling_params import SamplingParams
+from tests.changes import CORE, DEVICE, TIERS, slow_unless_changed
+from tests.engine.running import run
+
+MODELS = {"quire-bundled-window": "3500KiB", "quire-bundled-recurrent": "2MiB"}
+"""Memory for a few requests, which swing between many short prompts and few long ones."""
+
+WATCHED = (*CORE, *TIERS, *DEVICE, "src/quire/canary/", "src/quire/plan/", "src/quire/spec/arena")
+
+
+def prompts() -> list[list[int]]:
+    random = np.random.default_rng(5)
+    shared = random.integers(1000, size=60).tolist()
+    sizes = [*random.integers(20, 90, 10), 500, *random.integers(20, 90, 8), 420]
+    return [shared * (at % 3 == 0) + random.integers(1000, size=int(size)).tolist() for at, size in enumerate(sizes)]
+
+
+def params() -> list[SamplingParams]:
+    return [SamplingParams(max_tokens=6 + at % 20, temperature=0.0, ignore_eos=True) for at in range(len(prompts()))]
+
+
+def engine(model: str, memory: str, **settings: Any) -> EngineCore:
+    """An engine in float32, whose tokens do not depend on what else runs."""
+    return EngineCore(
+        engine_config(
+            model=model,
+            kv_memory=memory,
+            dtype="float32",
+            target_itl_ms="off",
+            max_running_requests=8,
+            max_num_batched_tokens=256,
+            checkpoint_interval=64,
+            **settings,
+        )
+    )
+
+
+@cache
+def expected(model: str) -> list[list[int]]:
+    core = engine(model, "64MiB", enable_prefix_caching=False)
+    found = run(core, prompts(), params())
+    assert core.cache.statistics().moved_frames == 0
+    core.close()
+    return found
+
+
+def served(model: str, **settings: Any) -> CacheStatistics:
+    """Serve the prompts twice, and close the engine."""
+    core = engine(model, MODELS[model], **settings)
+    assert core.plan.arena is not None
+    for name in ("cold", "warm"):
+        assert run(core, prompts(), params(), name) == expected(model)
+    found, statistics = core.cache.statistics(), core.statistics()
+    assert not statistics["canary"]["found_pages"]
+    core.close()
+    return found
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_frames_move_and_tokens_stay(model: str, overlap: bool) -> None:
+    """The canary looks at each cached frame after each step."""
+    found = served(model, overlap=overlap, canary="all")
+    assert found.moved_frames > 5 and sum(frames.dropped for frames in found.frames.values()) > 0
+
+
+@slow_unless_changed(*WATCHED)
+@pytest.mark.parametrize("model", MODELS)
+def test_frames_move_beside_a_host_tier(model: str) -> None:
+    found = served(model, host_memory="8MiB", load="always", canary="all")
+    assert found.moved_frames > 0
+
+
+@slow_unless_changed(*WATCHED)
+@pytest.mark.parametrize("model", MODELS)
+def test_frames_move_between_steps_with_drafts(model: str) -> None:
+    found = served(model, speculative_config={"method": "ngram", "num_speculative_tokens": 3}, canary="all")
+    assert found.moved_frames > 0
+
+
+@slow_unless_changed(*WATCHED)
+def test_a_model_of_one_group_has_no_arena() -> None:
+    core = engine("quire-bundled", "2MiB")
+    assert core.plan.arena is None
+    core.close()
+
+
+def lost(self: Any, *given: Any) -> None:
+    """Nothing is done."""
+
+
+@slow_unless_changed(*WATCHED)
+@pytest.mark.parametrize(
+    ("owner", "name", "seen"),
+    [(ModelRunner, "move_frames", "tokens or canary"), (Canary, "moved_frames", "canary")],
+)
+def test_a_move_that_is_not_done_is_noticed(owner: Any, name: str, seen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that stay where they were give other tokens, or the canary finds them; it must be told of moves itself."""
+    model = "quire-bundled-window"
+    expected(model)
+    monkeypatch.setattr(owner, name, lost)
+    core = engine(model, MODELS[model], canary="all")
+    wrong = False
+    try:
+        wrong = run(core, prompts(), params()) != expected(model)
+    finally:
+        found = core.statistics()["canary"]["found_pages"]
+        core.close()
+    assert found or (wrong and seen != "canary")
