@@ -128,7 +128,7 @@ class Growth:
 
     def _make_room(self, rows: Rows, num_new: int, kvs: Batch, ends: Lengths | None) -> None:
         """Evict if the free pages and frames do not suffice for these rows and `num_new` pages."""
-        short = num_new > self._parts.pages.num_free_pages
+        short = num_new * self._growing.page_size > self._growing.available_size()
         asking = kvs.kvs if isinstance(kvs, RunningBatch) else kvs
         if not short and self._scarce:
             wanted = self._wanted(asking, rows, num_new, ends)
