@@ -11,7 +11,7 @@ import torch
 
 from quire.cache.running import RunningTables
 from quire.engine.core import EngineCore
-from quire.kernels.fields import PagedField, Places
+from quire.kernels.fields import PagedField, SlotIndex
 from quire.prefix.node import Node
 
 Patch = pytest.MonkeyPatch
@@ -39,7 +39,7 @@ def neighbour_write(core: EngineCore, patch: Patch) -> None:
     """A write of a step hits a frame beside, which is cached."""
     _, frame = cached_page(core)
 
-    def put(real: Any, field: PagedField, rows: Any, places: Places, stored: torch.Tensor) -> None:
+    def put(real: Any, field: PagedField, rows: Any, places: SlotIndex, stored: torch.Tensor) -> None:
         real(field, rows, places, stored)
         rows.frames[frame, 0] = stored[-1]
 
@@ -55,8 +55,8 @@ def stale_reuse(core: EngineCore, patch: Patch) -> None:
 def skipped_write(core: EngineCore, patch: Patch) -> None:
     """The device leaves out one row of a write."""
 
-    def put(real: Any, field: PagedField, rows: Any, places: Places, stored: torch.Tensor) -> None:
-        real(field, rows, Places(places.slots[1:]), stored[1:])
+    def put(real: Any, field: PagedField, rows: Any, places: SlotIndex, stored: torch.Tensor) -> None:
+        real(field, rows, SlotIndex(places.slots[1:]), stored[1:])
 
     _once(patch, PagedField, "_put", put)
 
@@ -75,10 +75,10 @@ def wrong_slot(core: EngineCore, patch: Patch) -> None:
 def wrong_slot_on_the_device(core: EngineCore, patch: Patch) -> None:
     """The device writes one row to another slot than planned."""
 
-    def put(real: Any, field: PagedField, rows: Any, places: Places, stored: torch.Tensor) -> None:
+    def put(real: Any, field: PagedField, rows: Any, places: SlotIndex, stored: torch.Tensor) -> None:
         slots = places.slots.clone()
         slots[0] = 1
-        real(field, rows, Places(slots), stored)
+        real(field, rows, SlotIndex(slots), stored)
 
     _once(patch, PagedField, "_put", put)
 
