@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from quire.memory.host_pool import HostPool
 from quire.plan.budget import MemoryPlan
 from quire.plan.host import host_budget, host_frames, largest_host_bytes
 from quire.settings.setting import parse_bytes
+from quire.spec.arena import ArenaLayout
 from quire.spec.group import GroupSpec
 from quire.spec.layout import DType, Field, PageLayout
 
@@ -87,6 +89,19 @@ def test_the_pool_takes_what_was_planned(sizes: list[tuple[int, int]], given_byt
         return
     with closing(HostPool(plan.groups, frames, threads=1)) as pool:
         assert pool.num_bytes == bytes_of(plan, frames) <= given_bytes
+
+
+def test_an_arena_leaves_the_mix_of_the_host_as_it_is() -> None:
+    """Ids in an arena reach as far as all of its bytes: they say nothing of the mix."""
+    layouts = (PageLayout(4, (Field(name="k", shape=(size,), dtype=DType.UINT8, layers=(0,)),)) for size in (64, 400))
+    groups = tuple(
+        GroupSpec(name=name, layout=layout) for name, layout in zip(("full", "window"), layouts, strict=True)
+    )
+    split = MemoryPlan(page_size=4, groups=groups, num_pages=90, context=64, max_requests=2, frames=(90, 10))
+    strides = (groups[0].layout.bytes_per_frame, groups[1].layout.bytes_per_frame)
+    arena = replace(split, arena=ArenaLayout(split.pool_bytes, strides))
+    assert arena.frames_of(1) > 2 * split.frames_of(1)
+    assert host_frames(arena, 1 << 20) == host_frames(split, 1 << 20)
 
 
 def test_a_plan_without_frames_of_its_own_has_as_many_for_each_group() -> None:

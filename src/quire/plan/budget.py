@@ -79,7 +79,12 @@ class MemoryPlan:
         """Frames of the group at that index, without the padding frame; in an arena its largest frame id."""
         if self.arena is not None:
             return self.arena.last_id(group)
-        return self.frames[group] if self.frames else self.num_pages
+        return self.split[group]
+
+    @property
+    def split(self) -> tuple[int, ...]:
+        """Frames of each group that the expected load uses; without an arena, those that there are."""
+        return self.frames or (self.num_pages,) * len(self.groups)
 
     @property
     def _latents(self) -> Resident:

@@ -20,7 +20,7 @@ _SLACK_SHARE = 1 / 64  # below the largest size, since the available memory vari
 def host_frames(plan: MemoryPlan, num_bytes: int) -> tuple[int, ...]:
     """Host frames of each group, as `HostPool` allocates them, for `num_bytes` bytes of one rank's host memory.
 
-    The host has the same mix as the device, so that pages that leave the device fit: for each frame of the largest
+    The host has the mix that is expected of the device, so that pages that leave it fit: for each frame of the largest
     group, the others have their share, rounded down, and at least one. The bytes include headers, strides and the
     padding row. One frame more of the largest group would not fit. Latents in host memory have a frame for each page of
     the plan, and for each frame of the largest other group. Raises PlanError with the smallest size that works.
@@ -36,7 +36,7 @@ def host_frames(plan: MemoryPlan, num_bytes: int) -> tuple[int, ...]:
     def size(count: int) -> int:
         return records_bytes(plan.groups, frames(count))
 
-    on_device = [plan.frames_of(index) for index in range(len(plan.groups))]
+    on_device = plan.split
     largest = max(each for index, each in enumerate(on_device) if index not in on_host)
     beside = f" beside latents of {format_bytes(plan.host_bytes)}" if on_host else ""
     if size(1) > num_bytes:

@@ -50,7 +50,7 @@ class SimulatedTiers(BusFields, TierFields):
         """Host frames of each group, in the device's proportions. Raises InvalidInput if they would hold no page."""
         if not self.has_host:
             raise _one_size()
-        on_device = [plan.frames_of(index) for index in range(len(plan.groups))]
+        on_device = plan.split
         largest = max(on_device)
         count = (self.host_tokens or 0) // plan.page_size
         if isinstance(self.host_memory, int):
