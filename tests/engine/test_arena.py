@@ -13,14 +13,15 @@ from quire.canary.canary import Canary
 from quire.engine.config import engine_config
 from quire.engine.core import EngineCore
 from quire.engine.device.runner import ModelRunner
+from quire.errors import RefusedCombination
 from quire.scheduler.sampling_params import SamplingParams
-from tests.changes import CORE, DEVICE, TIERS, slow_unless_changed
+from tests.changes import CORE, DEVICE, slow_unless_changed
 from tests.engine.running import run
 
 MODELS = {"quire-bundled-window": "3500KiB", "quire-bundled-recurrent": "2MiB"}
 """Memory for a few requests, which swing between many short prompts and few long ones."""
 
-WATCHED = (*CORE, *TIERS, *DEVICE, "src/quire/canary/", "src/quire/plan/", "src/quire/spec/arena")
+WATCHED = (*CORE, *DEVICE, "src/quire/canary/", "src/quire/plan/", "src/quire/spec/arena")
 
 
 def prompts() -> list[list[int]]:
@@ -39,6 +40,7 @@ def engine(model: str, memory: str, **settings: Any) -> EngineCore:
     return EngineCore(
         engine_config(
             model=model,
+            arena=True,
             kv_memory=memory,
             dtype="float32",
             target_itl_ms="off",
@@ -79,11 +81,9 @@ def test_frames_move_and_tokens_stay(model: str, overlap: bool) -> None:
     assert found.moved_frames > 5 and sum(frames.dropped for frames in found.frames.values()) > 0
 
 
-@slow_unless_changed(*WATCHED)
-@pytest.mark.parametrize("model", MODELS)
-def test_frames_move_beside_a_host_tier(model: str) -> None:
-    found = served(model, host_memory="8MiB", load="always", canary="all")
-    assert found.moved_frames > 0
+def test_an_arena_with_lower_tiers_is_refused() -> None:
+    with pytest.raises(RefusedCombination, match="leave --arena out"):
+        engine_config(model="quire-bundled-window", arena=True, host_memory="8MiB")
 
 
 @slow_unless_changed(*WATCHED)

@@ -13,7 +13,15 @@ from rich.text import Text
 
 from quire.cli.report import ListedOutput, PageOutput, Report, named_rows
 from quire.errors import InvalidInput
-from quire.settings.fields import CostFields, HiSparseFields, LinkFields, RankFields, StepFields, TransferFields
+from quire.settings.fields import (
+    ArenaFields,
+    CostFields,
+    HiSparseFields,
+    LinkFields,
+    RankFields,
+    StepFields,
+    TransferFields,
+)
 from quire.settings.setting import Settings, parse_bytes, setting
 from quire.sim.tier_settings import SimulatedTiers
 
@@ -52,7 +60,7 @@ class ReplayedCache(Settings):
     trace_seed: int = setting(0, "Seed of a workload.", group="Output", option="--seed")
 
 
-class ReplayedEngine(CostFields, StepFields, RankFields):
+class ReplayedEngine(ArenaFields, CostFields, StepFields, RankFields):
     """The engine that replays, and what its steps cost."""
 
     GROUP: ClassVar[str] = _ENGINE

@@ -57,6 +57,7 @@ def grid_of(
         speculation=speculation,
         tiers=_tiers(tiers) if tiers is not None and not hot else (),
         hisparse=hot,
+        arena=engine.arena,
         settings=ReplaySettings(
             order=engine.order,
             chunk=engine.max_num_batched_tokens,

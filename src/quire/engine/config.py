@@ -409,6 +409,15 @@ class EngineConfig(RoleFields, StorageFields, CacheFields, StepFields, RankField
         return self
 
     @model_validator(mode="after")
+    def _arenas_are_alone(self) -> EngineConfig:
+        if self.arena and (self.host_memory or self.storage or self.role):
+            raise RefusedCombination(
+                "frames of an arena move, and are not loaded from lower tiers or sent to other engines yet.",
+                fix="leave --arena out, or --host-memory, --storage and --role.",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _drafts_follow_tokens(self) -> EngineConfig:
         if self.overlap and not self.may_overlap:
             raise RefusedCombination(

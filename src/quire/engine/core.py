@@ -143,7 +143,7 @@ class EngineCore:
         self.models = [each for each in (model, self.draft) if each is not None]
         self.eos_token_ids = tuple(model.eos_token_ids)
         self.capacity = plan_for(config, self.device, *(each.spec for each in self.models))
-        self.plan = self.capacity.floating
+        self.plan = self.capacity.memory
         self.facts = facts_of(config, self.capacity, self.models) | pooling_facts(model)
         self.facts["identity"] = sha256(repr(self.identity(0)).encode()).hexdigest()
         self.events = EventLog() if config.enable_kv_events else None

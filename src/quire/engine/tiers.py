@@ -61,7 +61,7 @@ def build_memory(
     """The pools of an engine; what is in host memory beside hot buffers, if the plan has any; and the host memory of
     tiers, if there are some, which has that too. `progress` is called with the touched bytes of host memory and the
     total. Raises what `build_pools` and `HostedLatents` raise, and HostMemoryError if the host has no room."""
-    memory, device = plan.floating, model.device
+    memory, device = plan.memory, model.device
     check_loss(plan, model)
     with ExitStack() as undo:
         # Pools that need nothing of the host come first: they are refused before its memory is touched.

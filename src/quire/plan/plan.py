@@ -47,6 +47,11 @@ class Plan:
     @property
     def memory(self) -> MemoryPlan:
         """The plan from which the cache and the pools of this rank are built."""
+        return self.floating if self.settings.arena else self.split
+
+    @property
+    def split(self) -> MemoryPlan:
+        """A pool for each group."""
         max_requests = max(1, self.max_running_requests // self.settings.parallel.dp)
         groups, frames = {}, Counter[str]()
         for pool in self.config.pools:
@@ -68,9 +73,9 @@ class Plan:
 
     @property
     def floating(self) -> MemoryPlan:
-        """`memory` with an arena, if one of two groups is read whole and the other is not. Its bytes are all of the
+        """`split` with an arena, if one of two groups is read whole and the other is not. Its bytes are all of the
         budget, and no more requests run than it has states for."""
-        plan, settings = self.memory, self.settings
+        plan, settings = self.split, self.settings
         whole = [group.reach.kind == "full" for group in plan.groups]
         if len(whole) != 2 or whole[0] == whole[1] or plan.groups_on_host or len(self.stages) > 1:
             return plan

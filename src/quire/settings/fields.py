@@ -121,7 +121,19 @@ class HiSparseFields(Settings):
     )
 
 
-class PoolFields(HiSparseFields, BatchFields):
+class ArenaFields(Settings):
+    """Memory that groups of a model share."""
+
+    GROUP: ClassVar[str] = MEMORY
+
+    arena: bool = setting(
+        False,
+        "Windows, chunks or states share their bytes with pages of full attention, and frames move while requests run. "
+        "Not with lower tiers.",
+    )
+
+
+class PoolFields(ArenaFields, HiSparseFields, BatchFields):
     """What determines the pools of an engine."""
 
     GROUP: ClassVar[str] = MEMORY

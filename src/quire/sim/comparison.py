@@ -61,6 +61,7 @@ class Grid:
     speculation: SpeculativeConfig | None = None
     tiers: Sequence[SimulatedTiers] = ()
     hisparse: Sequence[SimulatedHiSparse] = ()
+    arena: bool = False
 
 
 def compare(trace: Trace, grid: Grid, progress: ReportProgress) -> list[ReplayResult]:
@@ -238,6 +239,7 @@ def _plan(
         chunk=chunk,
         speculation=drafts,
         hisparse=hisparse,
+        arena=grid.arena,
     )
 
 

@@ -51,11 +51,12 @@ def model_pools(
     chunk: int,
     speculation: SpeculativeConfig | None = None,
     hisparse: HiSparseConfig | None = None,
+    arena: bool = False,
 ) -> MemoryPlan:
     """Pools of a model for that many tokens, split between its groups as `quire plan` does for requests of these
-    lengths. Requests beyond the model's context are refused when they arrive. With `hisparse`, the bytes on the device
-    are those of that many tokens without it. Raises the planner's errors, and InvalidInput if these bytes have no room
-    for a hot buffer."""
+    lengths, or in an arena. Requests beyond the model's context are refused when they arrive. With `hisparse`, the
+    bytes on the device are those of that many tokens without it. Raises the planner's errors, and InvalidInput if these
+    bytes have no room for a hot buffer."""
     settings = PlanSettings(
         kv_memory=_NO_LIMIT,
         page_size=page_size,
@@ -65,8 +66,9 @@ def model_pools(
         max_running_requests=max_running,
         max_total_tokens=pool_tokens,
         speculative_config=speculation,
+        arena=arena,
     )
-    plan = make_plan(spec, settings).floating
+    plan = make_plan(spec, settings).memory
     plan = in_bytes_of(plan, spec, settings, hisparse)
     return replace(plan, max_requests=min(plan.max_requests, max_running))
 

@@ -17,6 +17,7 @@ _ENTRIES = 256
 """Entries of page tables that a program sets."""
 _WORDS = 1024
 """That a program copies."""
+_MOST_PROGRAMS = 65_535  # on the last axis of a grid
 _VECTOR = tl.constexpr(16)
 _TYPES = {torch.int64: tl.int64, torch.uint8: tl.uint8}
 
@@ -169,6 +170,8 @@ def _move(pieces: Pieces, rows: Tensor, records: Tensor, *, gathers: bool) -> No
     assert records.is_contiguous() and records.shape[1] == pieces.record_words and records.dtype == pieces.word
     size = pieces.word.itemsize
     n = min(triton.next_power_of_2(pieces.widest), _WORDS)
+    while triton.cdiv(pieces.widest, n) > _MOST_PROGRAMS:
+        n *= 2
     is_aligned = pieces.is_aligned and records.data_ptr() % 16 == 0 and pieces.record_words * size % 16 == 0
     with device_of(records):
         move_pieces[(len(rows), len(pieces.table), triton.cdiv(pieces.widest, n))](
