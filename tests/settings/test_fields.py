@@ -54,6 +54,7 @@ def test_a_plan_has_the_settings_of_its_engine() -> None:
     given = {
         "kv_memory": "1GiB", "kv_dtype": "fp8_e4m3", "page_size": 32, "max_model_len": "2k", "max_running_requests": 7,
         "max_num_batched_tokens": 64, "enable_prefix_caching": False, "window_pool": False, "max_mamba_cache_size": 9,
+        "arena": True,
         "swa_full_tokens_ratio": 0.1, "mamba_full_memory_ratio": "0.3",
         "speculative_config": {"method": "ngram", "num_steps": 2},
     }  # fmt: skip
