@@ -95,8 +95,8 @@ _kernel(
 _kernel(
     "a_larger_score_scales_nothing",
     "on a GPU, what was added before a larger score came keeps its weight",
-    "weight, acc = weight.to(DTYPE), acc * kept[:, None]",
-    "weight, acc = weight.to(DTYPE), acc * 1.0",
+    "weight.to(DTYPE), acc * kept[:, None]",
+    "weight.to(DTYPE), acc * 1.0",
 )
 _kernel(
     "parts_count_alike",
