@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.engine.machine_limit import least_seconds, rates
-from bench.harness import ALLOCATOR, SEED, Worker, machine, new_parser, save
+from bench.harness import ALLOCATOR, ROOT, SEED, Worker, machine, new_parser, save
 from rich.console import Console
 from rich.table import Table
 
@@ -110,7 +110,15 @@ class Process(Worker):
     """A worker process; see peers/worker.py for what it answers."""
 
     def __init__(
-        self, engine: str, python: str, threads: int, log: Path, *, own_malloc: bool, script: str = "worker.py"
+        self,
+        engine: str,
+        python: str,
+        threads: int,
+        log: Path,
+        *,
+        own_malloc: bool,
+        script: str = "worker.py",
+        checkout: Path = ROOT,
     ) -> None:
         env = os.environ | ({} if own_malloc else ALLOCATOR)
         env |= {
@@ -126,7 +134,7 @@ class Process(Worker):
             "VLLM_LOGGING_LEVEL": "WARNING",
             "VLLM_NO_USAGE_STATS": "1",
         }
-        super().__init__(python, script, engine, log, env)
+        super().__init__(python, script, engine, log, env, checkout)
         self.engine = engine
 
 
