@@ -151,7 +151,7 @@ def _quiet():
 
 @pytest.mark.parametrize("name", WITH_STATES)
 def test_mixed_schedule_equals_the_plain_model(name):
-    # One of them is 1.2e-4 off on a CPU with AVX-512 and AMX.
+    # Each of the two is up to 1.1e-4 from qwen3_5_moe_text in float64, so they may differ by twice that.
     assert largest_error(load(name), build_hybrid(name, attn_implementation="eager")) < 2e-4
 
 
