@@ -16,7 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, fields, is_dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import msgspec
@@ -63,6 +63,15 @@ class Histogram:
                 return low + (bound - low) * left / count
             left, low = left - count, bound
         return low if any(counts) else None
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Histogram:
+        """That of which `to_dict` made this."""
+        made = cls([bound for bound, _ in found["at_most"]])
+        sums = [count for _, count in found["at_most"]] + [found["count"]]
+        made._counts = [count - before for before, count in pairwise([0, *sums])]
+        made._sum = found["sum"]
+        return made
 
     def to_dict(self) -> dict[str, Any]:
         """`at_most` has pairs: a bound, and how many values are at most that."""

@@ -99,6 +99,23 @@ def test_held_frames_are_not_reclaimed() -> None:
     cache.audit()
 
 
+def test_what_is_held_is_counted_by_what_holds_it() -> None:
+    cache = cache_of(8, window=True)
+    compute(cache, "abcd")
+    holds = [path(cache, "abcd"), path(cache, "ab")]
+    pages = cache.tree.match(Namespace(), tokens("abcd")).pages.copy()
+    holds.append(cache.parts.holds.add(Reason.LOAD, frames=[HeldFrames(1, Tier.DEVICE, pages)]))
+    kv = cache.begin(tokens("abcdef"))
+    assert cache.statistics().held_pages == {"running request": 2, "save": 3, "load": 2}
+    fence = cache.open_fence()
+    cache.finish(kv)
+    assert cache.statistics().held_pages == {"launched step": 2, "save": 3, "load": 2}
+    cache.close_fence(fence)
+    for hold in holds:
+        cache.parts.holds.release(hold)
+    assert cache.statistics().held_pages == {}
+
+
 def check_holds() -> None:
     """All of the above."""
     test_a_held_path_is_not_evicted_and_its_holder_is_named()
@@ -157,6 +174,8 @@ class HoldsBesideCounts(RuleBasedStateMachine):
         held = np.array(sorted(set().union(*(pages for _, pages in self.holds))), dtype=np.int32)
         assert self.cache.pages.ids.is_out(held).all(), "a held page is free"
         assert len(self.cache.parts.holds._live) == len(self.holds)
+        counted = self.cache.statistics().held_pages
+        assert counted.get(Reason.SAVE, 0) == sum(len(pages) for _, pages in self.holds)
 
 
 HoldsBesideCounts.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -10,13 +10,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 
 from quire.cli.top import Seen, rows_of
+from quire.counters import Histogram
 from tests.cli.conftest import Run
 from tests.routing.live_router import LiveRouter
 from tests.serve.live_server import LiveServer
@@ -56,7 +59,9 @@ def test_a_router_is_all_its_servers(run: Run, server: LiveServer) -> None:
         rows = json.loads(once(run, router, "--json"))["processes"]
         assert [row["name"] for row in rows] == ["decode-0", "decode-1"]
         assert rows[0]["prompt_tokens"] == rows[1]["prompt_tokens"] > 0
-        assert "decode-1" in once(run, router)
+        assert rows[1]["url"] == server.summary["url"] != router.summary["url"]
+        text = once(run, router)
+        assert "decode-1" in text and server.summary["url"] in text
 
 
 def test_rates_are_those_between_two_looks() -> None:
@@ -68,7 +73,47 @@ def test_rates_are_those_between_two_looks() -> None:
     [row] = rows_of(seen(4.0, 3), seen(2.0, 10))
     assert row["output_tokens_a_second"] is None, "the engine was started again"
     [row] = rows_of(seen(4.0, 3, status=503), seen(2.0, 10))
-    assert row == {"name": "a", "role": "", "answers": False}
+    assert row == {"name": "a", "role": "", "url": "", "answers": False}
+
+
+def test_latencies_are_of_what_came_between_two_looks() -> None:
+    first, own = Histogram(), Histogram()
+
+    def seen(at_s: float) -> Seen:
+        server = {"first_token_s": first.to_dict(), "inter_token_s": own.to_dict()}
+        return Seen(at_s, [{"name": "a", "role": "", "status": 200, "answer": {"server": server}}])
+
+    for _ in range(100):
+        first.observe(100.0)  # before the first look: it counts no more
+    before = seen(2.0)
+    for value in [0.02] * 98 + [0.4, 4.0]:
+        first.observe(value)
+    [row] = rows_of(seen(4.0), before)
+    assert 0.01 < row["first_token_s"]["median"] <= 0.025 and 0.25 < row["first_token_s"]["p99"] <= 0.5
+    assert row["inter_token_s"] == {"median": None, "p99": None}, "nothing came"
+    [row] = rows_of(before, seen(4.0))
+    assert row["first_token_s"] == {"median": None, "p99": None}, "the server was started again"
+    [row] = rows_of(seen(4.0), Seen(2.0, []))
+    assert row["first_token_s"] == {"median": None, "p99": None}, "it was not there before"
+
+
+def test_latencies_of_a_server_that_works_are_told(run: Run, server: LiveServer) -> None:
+    seen = Event()
+
+    def talk() -> None:
+        while not seen.is_set():
+            assert server.request("/v1/completions", {"prompt": "a", "max_tokens": 20, "ignore_eos": True})[0] == 200
+
+    with ThreadPoolExecutor(1) as client:
+        talking = client.submit(talk)
+        try:
+            [row] = json.loads(once(run, server, "--json", "--every", "2"))["processes"]
+        finally:
+            seen.set()
+        talking.result()
+    for name in ("first_token_s", "inter_token_s"):
+        assert 0 < row[name]["median"] <= row[name]["p99"], row
+    assert row["url"] == server.summary["url"] and "between tokens" in once(run, server)
 
 
 def test_without_a_terminal_or_a_server_it_says_what_to_do(run: Run, server: LiveServer) -> None:

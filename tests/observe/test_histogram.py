@@ -42,3 +42,14 @@ def test_values_are_even_within_a_bucket(values: list[float], part: float, expec
     for value in values:
         histogram.observe(value)
     assert histogram.quantile(part, since) == expected
+
+
+@given(VALUES)
+def test_plain_data_makes_it_again(values: list[float]) -> None:
+    histogram = Histogram(BOUNDS)
+    for value in values:
+        histogram.observe(value)
+    made = Histogram.from_dict(histogram.to_dict())
+    assert made.counts() == histogram.counts() and made.to_dict() == histogram.to_dict()
+    made.observe(3.0)
+    assert made.counts()[2] == histogram.counts()[2] + 1

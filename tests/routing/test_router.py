@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -138,6 +139,25 @@ def test_servers_come_and_go(servers: list[LiveServer]) -> None:
         assert live.request("/v1/models")[0] == 200
         time.sleep(2 * CHECK_S)
         assert not second.is_healthy, "it is asked no more"
+
+
+def test_answers_name_their_server_and_the_page_asks_for_one(servers: list[LiveServer]) -> None:
+    def live_head(query: str) -> bytes:
+        with socket.create_connection(("127.0.0.1", live.port), timeout=30) as connection:
+            connection.sendall(f"GET /v1/cache/live{query} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            return connection.recv(4096)
+
+    with LiveRouter(servers) as live:
+        names = [upstream.name for upstream in live.upstreams]
+        for path, body in (("/v1/models", None), ("/v1/completions", {"prompt": "abc", "max_tokens": 2})):
+            status, got, _ = live.exchange(path, body)
+            assert status == 200 and got["X-Quire-Server"] in names
+        live.router.use([*live.upstreams, Upstream(name="gone", role="decode", url="http://127.0.0.1:9")])
+        for name in names:
+            assert f"x-quire-server: {name}\r\n".encode() in live_head(f"?server={name}")
+        assert b"HTTP/1.1 503" in live_head("?server=gone"), "no other one takes its place"
+        for query in ("", "?server=unknown"):
+            assert b"HTTP/1.1 200" in live_head(query)
 
 
 def test_what_concerns_all_servers_is_asked_of_all(router: LiveRouter, servers: list[LiveServer]) -> None:

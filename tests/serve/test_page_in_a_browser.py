@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.routing.live_router import LiveRouter
 from tests.serve.live_server import LiveServer
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="it comes with the extra clients")
@@ -84,6 +85,21 @@ def samples(live: LiveServer) -> dict[tuple[str, ...], float]:
     return found
 
 
+def figures_at_rest(live: LiveServer, page: Any, last: str) -> set[str]:
+    """The names of the page's figures, which are those of `/metrics` once the `last` request is shown."""
+    live.wait_idle()
+    page.locator(f'[data-id="{last}"]').wait_for()
+    page.wait_for_timeout(2500)  # two more events: nothing moves any more
+    expected = samples(live)
+    shown = page.evaluate(FIGURES)
+    assert len(shown) >= 25
+    for name, labels, value, text in shown:
+        key = (name, *sorted(filter(None, labels.split(";"))))
+        assert value == expected[key], key
+        assert re.sub(r"\D", "", text) == str(int(value)), "the text says the same"
+    return {name for name, *_ in shown}
+
+
 FIGURES = """() => [...document.querySelectorAll("[data-metric]")].map((each) =>
     [each.dataset.metric, each.dataset.labels ?? "", Number(each.dataset.value), each.textContent])"""
 
@@ -92,16 +108,28 @@ def test_figures_are_those_of_metrics_at_rest(live: LiveServer, opened: Callable
     page = opened(live)
     for number in range(9):
         last = complete(live, f"{number % 3} is the beginning of a prompt of several pages")
-    live.wait_idle()
-    page.wait_for_selector(f'[data-id="{last}"]')
-    page.wait_for_timeout(2500)  # two more events: nothing moves any more
-    expected = samples(live)
-    shown = page.evaluate(FIGURES)
-    assert len(shown) > 25 and {"quire_frames", "quire_prompt_tokens_by_cause_total"} <= {name for name, *_ in shown}
-    for name, labels, value, text in shown:
-        key = (name, *sorted(filter(None, labels.split(";"))))
-        assert value == expected[key], key
-        assert re.sub(r"\D", "", text) == str(int(value)), "the text says the same"
+    assert {"quire_frames", "quire_prompt_tokens_by_cause_total"} <= figures_at_rest(live, page, last)
+    assert page.locator(".pool small").first.inner_text().strip().startswith("24 frames, as planned; ")
+
+
+def test_an_arena_is_one_bar_with_the_planned_share_of_each_group(opened: Callable[..., Any]) -> None:
+    options = ("--arena", "--kv-memory", "4MiB", "--dtype", "float32", "--canary", "off")
+    with LiveServer.quire("--model", "quire-bundled-window", *options) as live:
+        for number in range(3):
+            last = complete(live, f"{number} is the beginning of a prompt " * 9)
+        page = opened(live)
+        assert "quire_frames" in figures_at_rest(live, page, last)
+        found = live.statistics()
+        groups, arena = found["groups"], found["arena"]
+        places = page.locator("#pools .mark").evaluate_all("marks => marks.map((each) => parseFloat(each.style.left))")
+        low, high = ([each for name, each in groups.items() if (name == arena["upper"]) == upper] for upper in (0, 1))
+        shares = [each["planned_frames"] * each["bytes_per_frame"] / arena["bytes"] for each in (*low, *high)]
+        assert places == pytest.approx([100 * shares[0], 100 - 100 * shares[1]], abs=0.01)
+        grown = page.locator("#pools .bar span").evaluate_all("all => all.map((each) => Number(each.style.flexGrow))")
+        assert len(grown) >= 3 and sum(grown) == pytest.approx(arena["bytes"])
+        said = page.locator("#pools .bar").get_attribute("aria-label")
+        for name, each in groups.items():
+            assert f"planned for {name} {each['planned_frames']:,} frames" in said and f"{name}, cached" in said
 
 
 def test_a_prompt_that_was_evicted_says_for_whom(live: LiveServer, opened: Callable[..., Any]) -> None:
@@ -179,6 +207,18 @@ def test_the_tree_and_another_plan_are_told(live: LiveServer, opened: Callable[.
     assert page.evaluate("window.harmed") is None
 
 
+def test_a_router_asks_all_and_the_page_shows_its_server(live: LiveServer, opened: Callable[..., Any]) -> None:
+    complete(live, "What all servers are asked for")
+    with LiveRouter([live, live]) as router:
+        page = opened(router)
+        page.select_option("#server-name", "decode-1")
+        page.wait_for_selector("#requests button")
+        for name, said in (("audit", "All is well"), ("retained", "tokens are retained"), ("tree-told", "edges")):
+            page.click(f"#{name.removesuffix('-told')}-ask")
+            says(page, name, said)
+            assert page.locator(f"#{name}").inner_text().count(said) == 1
+
+
 def test_what_held_memory_when_it_was_short(live: LiveServer, opened: Callable[..., Any]) -> None:
     request_id = complete(live, "Eight answers have no room beside each other.", n=8, max_tokens=100, ignore_eos=True)
     [*_, last] = live.request("/v1/cache/history")[1]["shortages"]
@@ -241,6 +281,24 @@ def test_a_key_is_asked_for_and_kept_in_memory_alone(opened: Callable[..., Any])
         assert page.locator("#key").is_hidden() and page.input_value("#key-text") == ""
         kept = "[location.href, document.cookie, JSON.stringify({...localStorage, ...sessionStorage})]"
         assert "operator" not in str(page.evaluate(kept))
+
+
+def test_behind_a_router_it_says_whose_figures_it_shows(opened: Callable[..., Any]) -> None:
+    with LiveServer.echo() as one, LiveServer.echo() as two, LiveRouter([one, two]) as router:
+        page = opened(router)
+        says(page, "state", "works")
+        options = page.locator("#server-name option").all_inner_texts()
+        assert options == [f"decode-{at} · {each.summary['url']}" for at, each in enumerate((one, two))]
+        for at, each in ((0, one), (1, two)):
+            _, answer = each.request("/v1/completions", {"prompt": "x", "max_tokens": 2 + at})
+            page.select_option("#server-name", f"decode-{at}")
+            page.wait_for_selector(f'[data-id="{answer["id"]}"]')
+            assert page.locator("#requests tbody tr").count() == 1
+            assert page.input_value("#server-name") == f"decode-{at}"
+        two.close()
+        says(page, "state", "does not answer")
+        page.select_option("#server-name", "decode-0")
+        says(page, "state", "works")
 
 
 @pytest.mark.parametrize("restarts", [0, 1])

@@ -41,6 +41,10 @@ class Reason(StrEnum):
     DAMAGE = "damaged prefix"
 
 
+REQUEST, SESSION, STEP = "running request", "session", "launched step"
+"""What holds pages beside such reasons: steps in flight hold what a request has released."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldFrames:
     """Pages of one group whose frames are held in one tier."""
@@ -170,6 +174,17 @@ class Holds:
         if hold.lease is not None:
             self._tree.release(hold.lease)
 
+    def held_pages(self) -> dict[str, int]:
+        """Cached pages by what holds them: of its path, or without one the frames that it holds, of all groups."""
+        counts = Counter[str]()
+        for kv in self._requests.values():
+            counts[SESSION if kv.is_held else REQUEST] += kv.lease.num_pages
+        for retired in self.fences.waiting:
+            counts[STEP] += retired.lease.num_pages if retired.lease is not None else 0
+        for hold in self._live:
+            counts[hold.reason] += hold.lease.num_pages if hold.lease else sum(len(each.pages) for each in hold.frames)
+        return dict(counts)
+
     def leases(self) -> list[Lease]:
         """The leases of running requests, of releases that wait for launched steps, and of live holds."""
         holders: tuple[RequestKV | Retired | Hold, ...] = (*self._requests.values(), *self.fences.waiting, *self._live)
@@ -190,9 +205,9 @@ class Holds:
         """What holds pages, in words: requests, holds by reason, launched steps, and `num_pinned` pages of callers."""
         counts = Counter[str](hold.reason for hold in self._live)
         if self.fences.waiting:
-            counts["launched step"] = self.fences.num_open
+            counts[STEP] = self.fences.num_open
         if sessions := sum(kv.is_held for kv in self._requests.values()):
-            counts["session"] = sessions
+            counts[SESSION] = sessions
         others = ", ".join(f"{count} {reason}{'s' if count > 1 else ''}" for reason, count in counts.items())
         beside = f", beside {others}" if others else ""
         pinned = f", but for {num_pinned} pages that callers have pinned" if num_pinned else ""

@@ -400,6 +400,7 @@ class KVCache:
             cached_pages=tree.num_pages,
             evictable_pages=tree.num_evictable,
             num_pages=self.plan.num_pages,
+            held_pages=self.parts.holds.held_pages(),
             page_size=self.page_size,
             usage=usage_of(frames),
             frames=frames,

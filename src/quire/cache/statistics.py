@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from quire.cache.groups import NO_PAGES
-from quire.cache.hold import Retired
+from quire.cache.hold import REQUEST, SESSION, STEP, Reason, Retired
 from quire.cache.states import GroupCache
 from quire.counters import counter, gauge, labelled
 from quire.observe.explain import Explanation
@@ -81,6 +81,12 @@ class CacheStatistics(CacheCounters):
     cached_pages: int = 0
     evictable_pages: int = 0
     num_pages: int = 0
+    held_pages: dict[str, int] = gauge(
+        "Cached pages that eviction leaves, by what holds them; a page counts once for each holder.",
+        "reason",
+        start=dict,
+        known=(*Reason, REQUEST, SESSION, STEP),
+    )
     page_size: int = gauge("Tokens in a page.")
     usage: float = gauge(
         "Frames in use, of all, from 0 to 1, of the fullest group: frames that could be evicted count as free.",

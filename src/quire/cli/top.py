@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from rich.text import Text
 
 from quire.cli.report import Report, plain_table
 from quire.cli.server import DEFAULT_URL, Server, ServerAddress
+from quire.counters import Histogram
 from quire.errors import InvalidInput, QuireError
 from quire.settings.setting import Settings, setting
 
@@ -22,6 +23,8 @@ _SIGNS = {"private": "█", "cached": "▓", "moving": "▒", "quarantined": "x"
 """Frames by state, so that a terminal without colours shows them too."""
 
 _TOTALS = ("prompt_tokens", "hit_tokens", "output_tokens", "evicted_pages")
+_LATENCIES = ("first_token_s", "inter_token_s")
+_QUANTILES = {"median": 0.5, "p99": 0.99}
 _NOW = ("running_requests", "waiting_requests", "usage", "waiting_reason", "preemptions", "shortages")
 
 
@@ -41,8 +44,8 @@ class Seen:
 
 
 def top(where: ServerAddress, watched: Watched, *, as_json: bool) -> Report | None:
-    """Watch a live server, or all servers behind a router: requests, tokens a second, memory by group and tier, and
-    from where prompt tokens came. Ctrl-C ends it. Exit codes: 0 done, 2 bad input or no server.
+    """Watch a live server, or all servers behind a router: requests, tokens a second, times to the first token and
+    between tokens, memory by group and tier, and from where prompt tokens came. Ctrl-C ends it. Exit codes: 0 done, 2 bad input or no server.
 
     [dim]Example:[/dim] quire top --url http://127.0.0.1:8000
 
@@ -52,7 +55,7 @@ def top(where: ServerAddress, watched: Watched, *, as_json: bool) -> Report | No
     before = look(server)
     if watched.once or as_json:
         time.sleep(watched.every)
-        found = [*rows_of(look(server), before)]
+        found = rows_of(look(server), before)
         return Report({"url": server.url, "processes": found}, lambda: [shown(server.url, found)])
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -63,7 +66,7 @@ def top(where: ServerAddress, watched: Watched, *, as_json: bool) -> Report | No
                 time.sleep(watched.every)
                 try:
                     now = look(server)
-                    live.update(shown(server.url, [*rows_of(now, before)]), refresh=True)
+                    live.update(shown(server.url, rows_of(now, before)), refresh=True)
                     before = now
                 except QuireError as error:
                     live.update(Text(str(error), "red"), refresh=True)
@@ -74,24 +77,38 @@ def top(where: ServerAddress, watched: Watched, *, as_json: bool) -> Report | No
 def look(server: Server) -> Seen:
     """The statistics now, of one server or of all of a router. Raises what `Server.ask` does."""
     answer = server.ask("/v1/cache/statistics")
-    processes = answer.get("processes", [{"name": "server", "role": "", "status": 200, "answer": answer}])
-    return Seen(time.monotonic(), processes)
+    alone = {"name": "server", "role": "", "url": server.url, "status": 200, "answer": answer}
+    return Seen(time.monotonic(), answer.get("processes", [alone]))
 
 
-def rows_of(now: Seen, before: Seen) -> Iterator[dict[str, Any]]:
-    """A row for each server: what it does now, and what it did a second since `before`. A counter that fell is of an
-    engine that was started again: it has no rate."""
+def rows_of(now: Seen, before: Seen) -> list[dict[str, Any]]:
+    """A row for each server: what it does now, what it did a second since `before`, and the latencies of what came
+    since then. A counter that fell is of an engine that was started again: it has no rate."""
     earlier = {each["name"]: each for each in before.rows}
-    seconds = max(1e-9, now.at_s - before.at_s)
-    for process in now.rows:
-        row = {"name": process["name"], "role": process.get("role") or "", "answers": process["status"] == 200}
-        if row["answers"]:
-            found, then = process["answer"], earlier.get(process["name"], {}).get("answer", {})
-            grown = {name: found.get(name, 0) - then.get(name, found.get(name, 0)) for name in _TOTALS}
-            row |= {name: found.get(name) for name in (*_NOW, *_TOTALS)}
-            row |= {f"{name}_a_second": round(more / seconds, 2) if more >= 0 else None for name, more in grown.items()}
-            row |= {"frames": _frames(found), "causes": found.get("explained_tokens", {})}
-        yield row
+    return [_row(each, earlier.get(each["name"], {}), max(1e-9, now.at_s - before.at_s)) for each in now.rows]
+
+
+def _row(process: Mapping[str, Any], earlier: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    row = {name: process.get(name) or "" for name in ("name", "role", "url")} | {"answers": process["status"] == 200}
+    if row["answers"]:
+        found, then = process["answer"], earlier.get("answer", {})
+        grown = {name: found.get(name, 0) - then.get(name, found.get(name, 0)) for name in _TOTALS}
+        row |= {name: found.get(name) for name in (*_NOW, *_TOTALS)}
+        row |= {f"{name}_a_second": round(more / seconds, 2) if more >= 0 else None for name, more in grown.items()}
+        row |= {name: _quantiles(found, then, name) for name in _LATENCIES}
+        row |= {"frames": _frames(found), "causes": found.get("explained_tokens", {})}
+    return row
+
+
+def _quantiles(now: Mapping[str, Any], before: Mapping[str, Any], name: str) -> dict[str, float | None]:
+    """Those of what a server has measured between, None if that is nothing, or if it was started again."""
+    told = [each.get("server", {}).get(name) for each in (now, before)]
+    if None in told:
+        return dict.fromkeys(_QUANTILES)
+    found, then = map(Histogram.from_dict, told)
+    since = then.counts()
+    fell = any(count < earlier for count, earlier in zip(found.counts(), since, strict=True))
+    return {key: None if fell else found.quantile(part, since) for key, part in _QUANTILES.items()}
 
 
 def _frames(found: Mapping[str, Any]) -> dict[str, dict[str, dict[str, int]]]:
@@ -109,7 +126,7 @@ def _frames(found: Mapping[str, Any]) -> dict[str, dict[str, dict[str, int]]]:
 def shown(url: str, rows: list[dict[str, Any]]) -> RenderableType:
     """Tables of the rows of servers."""
     parts: list[RenderableType] = [Text(f"{url}, {time.strftime('%H:%M:%S')}\n"), _requests(rows)]
-    parts += [Text(""), _pools(rows), Text(""), _causes(rows)]
+    parts += [Text(""), _latencies(rows), Text(""), _pools(rows), Text(""), _causes(rows)]
     for row in rows:
         if row.get("waiting_reason"):
             parts.append(Text(f"{row['name']}, the first that waits: {row['waiting_reason']}", "yellow"))
@@ -134,6 +151,22 @@ def _requests(rows: list[dict[str, Any]]) -> RenderableType:
         if row["answers"]
     ]
     return plain_table(heads, body)
+
+
+def _latencies(rows: list[dict[str, Any]]) -> RenderableType:
+    heads = ("server", "address", "first token", "99 %", "between tokens", "99 %")
+    body = [
+        (row["name"], row["url"], *(_time(row[name][part]) for name in _LATENCIES for part in _QUANTILES))
+        for row in rows
+        if row["answers"]
+    ]
+    return plain_table(heads, body, left=heads[:2])
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.{0 if seconds >= 0.01 else 1}f} ms"
 
 
 def _pools(rows: list[dict[str, Any]]) -> RenderableType:

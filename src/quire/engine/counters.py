@@ -33,15 +33,22 @@ class EngineCounters:
 
 
 def facts_of(config: EngineConfig, plan: Plan, models: Sequence[LoadedModel | LoadedHead]) -> dict[str, Any]:
-    """Statistics that never change. The first model is the target."""
-    model = models[0]
+    """Statistics that never change. The first model is the target. `groups` have the frames that the plan has for the
+    expected load. Two groups may share the bytes of an `arena`; that of the `upper` frames lies at its end."""
+    model, memory = models[0], plan.memory
+    arena = memory.arena
     return {
         "plan": plan_as_dict(plan, model=config.model_name),
+        "groups": {
+            group.name: {"planned_frames": frames, "bytes_per_frame": group.layout.bytes_per_frame}
+            for group, frames in zip(memory.groups, memory.split, strict=True)
+        },
+        "arena": None if arena is None else {"bytes": arena.room, "upper": memory.groups[arena.upper].name},
         "weight_bytes": sum(each.weight_bytes for each in models),
         "bytes_per_token": float(plan.bytes_per_token),
-        "largest_request": plan.memory.largest_request,
-        "context": plan.memory.context,
-        "max_running_requests": min(config.max_running_requests, plan.memory.max_requests),
+        "largest_request": memory.largest_request,
+        "context": memory.context,
+        "max_running_requests": min(config.max_running_requests, memory.max_requests),
         "device": str(model.device),
         "dtype": model.spec.dtype.value,
         "architecture": model.spec.architecture,

@@ -82,9 +82,8 @@ class ServerMetrics(Collector):
 
     def collect(self) -> Iterator[Family]:
         """The metrics of one scrape."""
-        self.counters.healthy, self.counters.engine_restarts = self._healthy(), self._restarts()
         yield from self._families(self._declared, self._statistics())
-        yield from self._families(tuple(metrics_of(ServerCounters)), plain(self.counters))
+        yield from self._families(tuple(metrics_of(ServerCounters)), self.own_statistics())
 
     def _families(self, declared: Sequence[Metric], statistics: Statistics) -> Iterator[Family]:
         families: dict[str, Any] = {}
@@ -97,6 +96,12 @@ class ServerMetrics(Collector):
                 for labels, value in samples.items():
                     _add(families[name], (self._model_name, *labels), value)
         yield from families.values()
+
+    def own_statistics(self) -> Statistics:
+        """What the server itself has counted, as plain data."""
+        self.counters.healthy, self.counters.engine_restarts = self._healthy(), self._restarts()
+        own: Statistics = plain(self.counters)
+        return own
 
     def text(self) -> bytes:
         """The metrics in Prometheus' text format."""

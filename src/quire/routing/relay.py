@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import msgspec
@@ -48,6 +49,9 @@ _OWN_HEADERS = (
 
 _KEYS = {b"authorization", b"x-api-key"}
 
+SERVER = b"x-quire-server"
+"""Header of an answer: the name of the server that made it, or began it."""
+
 Headers = list[tuple[bytes, bytes]]
 
 
@@ -66,10 +70,10 @@ def passed_on(
     return {"method": request.method, "url": url, "headers": headers, "content": journal + body or None}
 
 
-def answered(answer: httpx.Response, content: bytes) -> Response:
+def answered(upstream: Upstream, answer: httpx.Response, content: bytes) -> Response:
     """The answer of an upstream for the client."""
     response = Response(content, status_code=answer.status_code)
-    response.raw_headers.extend(_passed(answer))
+    response.raw_headers.extend(_passed(upstream, answer))
     return response
 
 
@@ -146,14 +150,14 @@ class Relay:
                     return await self._stream(upstream, answer)
                 content = await answer.aread()
                 if answer.status_code == 503 or (self._has_begun and answer.status_code in COME_AGAIN):
-                    self._said = answered(answer, content)
+                    self._said = answered(upstream, answer, content)
                     self._num_lost += not self._has_begun and UNTOUCHED not in answer.headers
                     return False
                 if self._has_begun:  # no server can continue the answer
                     form = form_of(self._request.scope["path"])
                     await self._end(form.last_events(msgspec.json.decode(content)))
                     return True
-                await answered(answer, content)(self._request.scope, self._request.receive, self._send)
+                await answered(upstream, answer, content)(self._request.scope, self._request.receive, self._send)
                 return True
         except (httpx.TransportError, msgspec.DecodeError) as error:
             upstream.fails("does not answer")
@@ -185,19 +189,19 @@ class Relay:
                 if line.startswith(LOST):
                     return self._is_lost(upstream, line)
                 if line.startswith(END):
-                    await self._show(answer, shown)
+                    await self._show(upstream, answer, shown)
                     await self._end(b"")
                     return True
                 self._note(line)
                 if shown:
                     self._expects(upstream, 0.0)
-                await self._show(answer, shown)
+                await self._show(upstream, answer, shown)
             if not is_journaled:
-                await self._show(answer, shown)
+                await self._show(upstream, answer, shown)
         if is_journaled:
             self._lost(upstream, "its stream has no end")
             return False
-        await self._show(answer, shown + pending)
+        await self._show(upstream, answer, shown + pending)
         await self._end(b"")
         return True
 
@@ -207,13 +211,13 @@ class Relay:
         if self._can_continue:
             self._journal += line + b"\n"
 
-    async def _show(self, answer: httpx.Response, shown: bytearray) -> None:
+    async def _show(self, upstream: Upstream, answer: httpx.Response, shown: bytearray) -> None:
         """The client gets these events."""
         if not shown:
             return
         if not self._has_begun:
             self._has_begun = True
-            start = {"type": "http.response.start", "status": answer.status_code, "headers": _passed(answer)}
+            start = {"type": "http.response.start", "status": answer.status_code, "headers": _passed(upstream, answer)}
             await self._send(start)
         await self._send({"type": "http.response.body", "body": bytes(shown), "more_body": True})
         shown.clear()
@@ -239,5 +243,6 @@ class Relay:
         self._lost_at = self._num_lines
 
 
-def _passed(answer: httpx.Response) -> Headers:
-    return [(name.lower(), value) for name, value in answer.headers.raw if name.lower() not in _OWN_HEADERS]
+def _passed(upstream: Upstream, answer: httpx.Response) -> Headers:
+    headers = [(name.lower(), value) for name, value in answer.headers.raw if name.lower() not in _OWN_HEADERS]
+    return [*headers, (SERVER, quote(upstream.name).encode())]

@@ -35,7 +35,7 @@ from quire.routing.upstream import Upstream
 from quire.serve import errors
 from quire.serve.errors import error_response
 from quire.serve.gate import add_gate
-from quire.serve.keys import Keys
+from quire.serve.keys import LIVE, Keys
 from quire.serve.sse import ClientGone, while_connected
 
 logger = logging.getLogger(__name__)
@@ -146,7 +146,12 @@ class Router:
     async def _answer(self, request: Request, body: bytes, send: Send, span: RouteSpan) -> None:
         choice = await self._chooser.choice(request, body, self._answering)
         relay = Relay(self._client, request, body, choice, send, span)
-        await relay.run(lambda: self._answering, self._none_answers)
+        await relay.run(lambda: self._servers_for(request), self._none_answers)
+
+    def _servers_for(self, request: Request) -> Sequence[Upstream]:
+        """Those that may answer it. The page asks for the figures of one by its name, if that is still there."""
+        name = request.query_params.get("server") if request.scope["path"] == LIVE else None
+        return [each for each in self._upstreams if each.name == name] or self._answering
 
     def _no_answer(self, request: Request) -> Response:
         return error_response(self._none_answers(), request.scope)
@@ -206,7 +211,7 @@ class Router:
             except httpx.TransportError:
                 silent = NoServer(f"{upstream.name} does not answer.", fix="send the request again.")
                 return upstream, error_response(silent, request.scope)
-            return upstream, answered(answer, answer.content)
+            return upstream, answered(upstream, answer, answer.content)
 
         return await asyncio.gather(*map(ask, self._upstreams))
 

@@ -210,8 +210,8 @@ def insight_router(service: Service) -> APIRouter:
 
     @router.get("/v1/cache/statistics")
     async def statistics() -> dict[str, Any]:
-        """The engine's counters as they are now."""
-        return await engine.statistics()
+        """The engine's counters as they are now, and those of its `server`."""
+        return await engine.statistics() | {"server": service.metrics.own_statistics()}
 
     @router.get("/v1/cache/explain/{request_id}")
     async def explain(request_id: str, request: Request, texts: bool = False) -> dict[str, Any]:

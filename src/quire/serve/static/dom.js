@@ -72,20 +72,33 @@ export function put(place, content, nodes) {
   if (focused) place.querySelector(`[data-id="${CSS.escape(focused)}"]`)?.focus();
 }
 
-// -- a bar of parts [{name, value, color, text, metric}], with its legend in words
+// -- a bar of parts [{name, value, color, labels}], with its legend in words. Marks [{name, at, text}] are lines on it, at
+// a part of its length.
 
-export function bar(label, parts, { unit = count, metric } = {}) {
-  const whole = parts.reduce((sum, each) => sum + each.value, 0);
-  const said = parts.filter((each) => each.value).map((each) => `${each.name} ${unit(each.value)}`);
+export function barOf(label, parts, { unit = count, marks = [] } = {}) {
+  const said = [...parts.filter((each) => each.value).map((each) => `${each.name} ${unit(each.value)}`), ...marks.map((each) => `${each.name} ${each.text}`)];
   const made = make("div", { class: "bar", role: "img", "aria-label": `${label}: ${said.join(", ") || "nothing"}` });
   for (const each of parts.filter((each) => each.value)) {
     const part = make("span", { class: `c-${each.color}`, title: `${each.name}: ${unit(each.value)}` });
     part.style.flexGrow = each.value;
     made.append(part);
   }
-  const legend = parts.map((each) =>
+  for (const each of marks) {
+    const mark = make("i", { class: "mark", title: `${each.name}: ${each.text}` });
+    mark.style.left = `${100 * each.at}%`;
+    made.append(mark);
+  }
+  return made;
+}
+
+// With the `whole`, each part has its share of it.
+export function legendOf(parts, { unit = count, metric, whole } = {}) {
+  return make("ul", { class: "legend" }, parts.map((each) =>
     make("li", {}, make("span", { class: `dot c-${each.color}`, "aria-hidden": true }), `${each.name} `,
       make("b", { "data-metric": metric, "data-labels": each.labels, "data-value": metric ? each.value : null }, unit(each.value)),
-      whole ? ` (${share(each.value, whole)})` : ""));
-  return [made, make("ul", { class: "legend" }, legend)];
+      whole ? ` (${share(each.value, whole)})` : "")));
+}
+
+export function bar(label, parts, options = {}) {
+  return [barOf(label, parts, options), legendOf(parts, { ...options, whole: parts.reduce((sum, each) => sum + each.value, 0) })];
 }

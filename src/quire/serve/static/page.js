@@ -1,12 +1,14 @@
 // The page: takes the events of /v1/cache/live, and has the sections show them. The key is in this variable alone.
 
-import { find } from "./dom.js";
+import { find, make } from "./dom.js";
 import { Sections } from "./sections.js";
 
 const LONGEST_PAUSE_MS = 5000;
 
 let key = "";
 let stream = null;
+let server = null; // behind a router: whose figures are shown,
+let chosen = ""; // and whose are asked for, "" for any
 const sections = new Sections(ask);
 
 function headers() {
@@ -30,8 +32,20 @@ function wantKey(why) {
 async function ask(path) {
   const answer = await fetch(path, { headers: headers() });
   const found = await answer.json().catch(() => ({}));
-  if (!answer.ok) throw new Error(found.error?.message ?? `the server answered ${answer.status}`);
-  return found;
+  const own = found.processes?.find((each) => each.name === server); // a router has asked all
+  const { answer: told, status } = own ?? { answer: found, status: answer.status };
+  if (status !== 200) throw new Error(told.error?.message ?? `the server answered ${status}`);
+  return told;
+}
+
+// Which of a router's servers answers, and the others, each with its address.
+async function showServer(name) {
+  server = name && decodeURIComponent(name);
+  find("server").hidden = !server;
+  if (!server) return;
+  const { processes = [] } = await (await fetch("/health", { headers: headers() })).json();
+  find("server-name").replaceChildren(...processes.map((each) =>
+    make("option", { value: each.name, selected: each.name === server }, `${each.name} · ${each.url}`)));
 }
 
 function take(name, found) {
@@ -67,13 +81,15 @@ async function follow() {
   const own = (stream = new AbortController());
   for (let pause = 500; !own.signal.aborted; pause = Math.min(2 * pause, LONGEST_PAUSE_MS)) {
     try {
-      const answer = await fetch("/v1/cache/live", { headers: headers(), signal: own.signal });
+      const asked = chosen ? `?server=${encodeURIComponent(chosen)}` : "";
+      const answer = await fetch(`/v1/cache/live${asked}`, { headers: headers(), signal: own.signal });
       if (answer.status === 401) return wantKey(key ? "This key is wrong." : "This server asks for a key.");
       if (answer.status === 403) return wantKey("This key is not the operator's.");
       if (answer.ok) {
         pause = 500;
         find("key").hidden = true;
         find("sections").hidden = false;
+        await showServer(answer.headers.get("X-Quire-Server"));
         await read(answer.body);
       }
     } catch (error) {
@@ -89,6 +105,11 @@ find("key").addEventListener("submit", (submitted) => {
   submitted.preventDefault();
   key = find("key-text").value;
   find("key-text").value = "";
+  follow();
+});
+
+find("server-name").addEventListener("change", (changed) => {
+  chosen = changed.target.value;
   follow();
 });
 

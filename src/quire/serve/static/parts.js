@@ -1,6 +1,6 @@
 // Parts that the page and reports share: a prompt as a strip, tokens by cause, and the bytes of a ledger.
 
-import { bar, bytes, count, make } from "./dom.js";
+import { bar, bytes, count, legendOf, make } from "./dom.js";
 
 // In the order of `quire.observe.explain.Cause`. What is striped was cached, at least in part, and was computed again.
 export const CAUSES = [
@@ -39,7 +39,7 @@ export function strip(reasons, whole, pageSize) {
   }
   const ticks = whole / pageSize;
   if (ticks > 1 && ticks <= MOST_TICKS) shown.style.setProperty("--page", `${100 / ticks}%`);
-  return [shown, bar("", Object.values(sums)).at(-1)];
+  return [shown, legendOf(Object.values(sums), { whole })];
 }
 
 export function causesBar(causes) {

@@ -2,12 +2,12 @@
 
 import { Chart } from "./charts.js";
 import { bar, bytes, count, figure, find, make, one, put, seconds, share, table } from "./dom.js";
+import { showMemory } from "./memory.js";
 import { CAUSES, causesBar, ledgerBars } from "./parts.js";
 import { Prompts } from "./prompts.js";
 import { planTold, shortTold, treeTold } from "./answers.js";
 
 const QUANTILES = [{ name: "median", color: "device" }, { name: "95 %", color: "evicted" }];
-const STATES = [["private", "host"], ["cached", "device"], ["moving", "moving"], ["quarantined", "bad"], ["free", "free"]];
 
 export class Sections {
   constructor(ask) {
@@ -46,7 +46,7 @@ export class Sections {
     const { counters } = now;
     if (now.point && now.point.at !== this.last?.at) this.point(now.point);
     this.showNow(now);
-    showMemory(counters);
+    showMemory(counters, this.facts);
     showHits(counters);
     this.prompts.show(now.requests, counters.page_size);
     showMoves(counters, this.facts.bytes_per_token);
@@ -94,33 +94,11 @@ export class Sections {
   async answer(place, path, told) {
     try {
       const found = await this.ask(path);
-      const answers = found.processes ? found.processes.map((each) => each.answer) : [found];
-      find(place).replaceChildren(...answers.flatMap(told));
+      find(place).replaceChildren(...told(found));
     } catch (error) {
       find(place).replaceChildren(make("p", { class: "bad" }, error.message));
     }
   }
-}
-
-function showMemory(counters) {
-  const pools = Object.entries(counters.frames ?? {}).map(([group, frames]) => ["device", group, frames]);
-  for (const [group, frames] of Object.entries(counters.tiers?.host ?? {})) pools.push(["host", group, frames]);
-  put(find("pools"), pools, () => pools.map(([tier, group, frames]) => {
-    const parts = STATES.filter(([state]) => state in frames).map(([state, color]) => (
-      { name: state, value: frames[state], color, labels: `group=${group};state=${state};tier=${tier}` }));
-    const more = frames.evictable === undefined ? "" : `; ${count(frames.evictable)} of the cached can be evicted`;
-    const name = `${tier}, group ${group}`;
-    return make("div", { class: "pool" }, make("h3", {}, name, make("small", {}, ` ${count(frames.total)} frames${more}`)),
-      bar(name, parts, { metric: "quire_frames" }));
-  }));
-  const tiles = find("held-tiles");
-  const of = (label, metric, value) => figure(tiles, label, count(value), { metric, value });
-  of("tokens in a page", "quire_page_size", counters.page_size);
-  of("pages that are retained", "quire_retained_pages", counters.retained_pages);
-  of("pages that sessions hold", "quire_session_held_pages", counters.session_held_pages);
-  of("pages with several readers", "quire_shared_pages", counters.shared_pages);
-  of("pages that were evicted", "quire_evicted_pages_total", counters.evicted_pages);
-  of("times that memory was short", "quire_shortages_total", counters.shortages);
 }
 
 function showHits(counters) {

@@ -1,0 +1,67 @@
+// Memory: frames of each group and tier by state, where the plan's share of a group ends, and what holds cached pages.
+
+import { bar, barOf, bytes, count, figure, find, legendOf, make, put, share } from "./dom.js";
+
+const STATES = [["private", "host"], ["cached", "device"], ["moving", "moving"], ["quarantined", "bad"], ["free", "free"]];
+
+export function showMemory(counters, { groups = {}, arena }) {
+  const frames = counters.frames ?? {};
+  const shared = arena && arena.upper in frames;
+  const pools = shared ? [] : Object.keys(frames).map((group) => ["device", group, frames[group], groups[group]?.planned_frames]);
+  for (const [group, found] of Object.entries(counters.tiers?.host ?? {})) pools.push(["host", group, found]);
+  put(find("pools"), [frames, pools], () => [...(shared ? [arenaOf(frames, groups, arena)] : []), ...pools.map((each) => pool(...each))]);
+  const held = Object.entries(counters.held_pages ?? {}).filter(([, pages]) => pages);
+  put(find("held"), held, () => (held.length ? heldBar(held) : []));
+  const tiles = find("held-tiles");
+  const of = (label, metric, value) => figure(tiles, label, count(value), { metric, value });
+  of("tokens in a page", "quire_page_size", counters.page_size);
+  of("pages that are retained", "quire_retained_pages", counters.retained_pages);
+  of("pages that sessions hold", "quire_session_held_pages", counters.session_held_pages);
+  of("pages with several readers", "quire_shared_pages", counters.shared_pages);
+  of("pages that were evicted", "quire_evicted_pages_total", counters.evicted_pages);
+  of("times that memory was short", "quire_shortages_total", counters.shortages);
+}
+
+const partsOf = (tier, group, frames) => STATES.filter(([state]) => state in frames).map(([state, color]) => (
+  { name: state, value: frames[state], color, labels: `group=${group};state=${state};tier=${tier}` }));
+
+function pool(tier, group, frames, planned) {
+  const name = `${tier}, group ${group}`;
+  const said = [`${count(frames.total)} frames`];
+  if (planned !== undefined) said[0] += planned === frames.total ? ", as planned" : ` of ${count(planned)} that are planned`;
+  if (frames.evictable !== undefined) said.push(`${count(frames.evictable)} of the cached can be evicted`);
+  return make("div", { class: "pool" }, make("h3", {}, name, make("small", {}, ` ${said.join("; ")}`)),
+    bar(name, partsOf(tier, group, frames), { metric: "quire_frames" }));
+}
+
+// Two groups in one range of bytes: each from its end, and between them what either can take.
+function arenaOf(frames, groups, { bytes: whole, upper }) {
+  const names = Object.keys(groups).toSorted((a, b) => (a === upper) - (b === upper));
+  const ends = names.map((group) => {
+    const size = groups[group].bytes_per_frame;
+    const parts = partsOf("device", group, frames[group]);
+    const used = parts.filter(({ name }) => name !== "free").map((each) => ({ ...each, name: `${group}, ${each.name}`, value: size * each.value }));
+    const planned = groups[group].planned_frames;
+    return { group, size, parts, used, planned, part: (size * planned) / whole };
+  });
+  const [low, high] = ends;
+  const sum = (parts) => parts.reduce((total, each) => total + each.value, 0);
+  const free = Math.max(0, whole - sum(low.used) - sum(high.used));
+  const name = `device, groups ${low.group} and ${high.group} in one arena`;
+  const marks = [{ ...low, at: low.part }, { ...high, at: 1 - high.part }].map(({ group, planned, at }) => (
+    { name: `planned for ${group}`, at, text: `${count(planned)} frames` }));
+  const shown = [...low.used, { name: "free", value: free, color: "free" }, ...high.used.toReversed()];
+  return make("div", { class: "pool" },
+    make("h3", {}, name, make("small", {}, ` ${bytes(whole)}, ${bytes(free)} of them free, ${share(free, whole)}`)),
+    barOf(name, shown, { unit: bytes, marks }),
+    ends.map((each, at) => make("div", { class: "end" },
+      make("p", { class: "hint" }, `${each.group}, from the ${at ? "right" : "left"}: frames of ${bytes(each.size)}; `, make("span", { class: "key", "aria-hidden": true }),
+        `${count(each.planned)} are planned; ${count(frames[each.group].evictable)} of the cached can be evicted; free are as many as fit now`),
+      legendOf(each.parts, { metric: "quire_frames" }))));
+}
+
+function heldBar(held) {
+  const colors = { "running request": "host", session: "evicted", retention: "storage", "launched step": "moving" };
+  const parts = held.map(([name, value]) => ({ name, value, color: colors[name] ?? "peer", labels: `reason=${name}` }));
+  return [make("h3", {}, "What holds cached pages", make("small", {}, " a page counts once for each holder")), ...bar("Held", parts, { metric: "quire_held_pages" })];
+}
