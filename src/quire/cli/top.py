@@ -45,7 +45,8 @@ class Seen:
 
 def top(where: ServerAddress, watched: Watched, *, as_json: bool) -> Report | None:
     """Watch a live server, or all servers behind a router: requests, tokens a second, times to the first token and
-    between tokens, memory by group and tier, and from where prompt tokens came. Ctrl-C ends it. Exit codes: 0 done, 2 bad input or no server.
+    between tokens, memory by group and tier, and from where prompt tokens came. Ctrl-C ends it. Exit codes: 0 done,
+    2 bad input or no server.
 
     [dim]Example:[/dim] quire top --url http://127.0.0.1:8000
 
