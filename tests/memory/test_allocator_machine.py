@@ -16,6 +16,7 @@ from tests.choices import drawn
 from tests.memory.arena_machine import ArenaMachine, run_arena
 from tests.memory.machine import OPERATIONS, AllocatorMachine, run_allocator
 from tests.memory.mamba_machine import MambaMachine, run_mamba
+from tests.memory.resized_machine import ResizedMachine, run_resized
 from tests.memory.swa_machine import SWAMachine, run_swa
 
 Run = Callable[[int, int], Counter[str]]
@@ -25,6 +26,7 @@ MACHINES: list[tuple[Run, tuple[str, ...], tuple[str, ...]]] = [
     (run_swa, SWAMachine.OPERATIONS, SWAMachine.EVENTS),
     (run_mamba, MambaMachine.OPERATIONS, MambaMachine.EVENTS),
     (run_arena, ArenaMachine.OPERATIONS, ArenaMachine.EVENTS),
+    (run_resized, ResizedMachine.OPERATIONS, ResizedMachine.EVENTS),
 ]
 every_machine = pytest.mark.parametrize(
     ("run", "operations", "events"), MACHINES, ids=[run.__name__ for run, _, _ in MACHINES]
@@ -73,3 +75,4 @@ TestDrawnAllocatorMachine = drawn_machine(AllocatorMachine, OPERATIONS)
 TestDrawnSWAMachine = drawn_machine(SWAMachine, SWAMachine.OPERATIONS)
 TestDrawnMambaMachine = drawn_machine(MambaMachine, MambaMachine.OPERATIONS)
 TestDrawnArenaMachine = drawn_machine(ArenaMachine, ArenaMachine.OPERATIONS)
+TestDrawnResizedMachine = drawn_machine(ResizedMachine, ResizedMachine.OPERATIONS)

@@ -41,7 +41,7 @@ def test_a_pool_that_is_in_use_is_populated_as_it_is() -> None:
     before = process.memory_info().rss
     pool.layer("k", 0)[1000] = 3.0
     assert process.memory_info().rss - before < pool.num_bytes // 2
-    assert len(list(pool.populate())) == 2
+    assert len(list(pool.backing.populate())) == 2
     assert process.memory_info().rss - before > pool.num_bytes - 2**20
     assert pool.layer("k", 0)[1000].eq(3.0).all() and pool.layer("k", 0).count_nonzero() == 4096
 

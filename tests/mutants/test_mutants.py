@@ -63,6 +63,7 @@ from tests.memory import test_pinned
 from tests.memory.arena_machine import run_arena
 from tests.memory.machine import run_allocator
 from tests.memory.mamba_machine import run_mamba
+from tests.memory.resized_machine import run_resized
 from tests.memory.swa_machine import run_swa
 from tests.memory.test_idle_frames import check_idle_order
 from tests.models import test_packing
@@ -90,6 +91,7 @@ from tests.mutants import (
     output_mutants,
     peer_mutants,
     prompt_mutants,
+    resized_mutants,
     router_mutants,
     security_mutants,
     session_mutants,
@@ -136,6 +138,7 @@ from tests.serve import (
 from tests.serve.test_tenants import check_all_keys_are_compared
 from tests.sim import test_arena
 from tests.sim.arenas import run_arena_replay
+from tests.sim.resized import run_resized_replay
 from tests.sim.test_hit_bounds import check_optimum, test_of_a_prompt_the_last_token_is_computed
 from tests.sim.test_replicas import check_events
 from tests.sparse.test_hot_slots import check_hot_slots
@@ -189,8 +192,10 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "allocators": [lambda seed=seed: run_allocator(seed, 60) for seed in range(20)],
     "windows": [lambda seed=seed: run_swa(seed, 60) for seed in range(20)],
     "states": [lambda seed=seed: run_mamba(seed, 60) for seed in range(20)],
+    "resized": [lambda seed=seed: run_resized(seed, 60) for seed in range(20)],
     "arena": [lambda seed=seed: run_arena(seed, 60) for seed in range(60)],
     "arenas": [lambda seed=seed: run_arena_replay(seed, shakes=True, tiers=seed % 2 < 1) for seed in range(30)],
+    "resizes": [lambda seed=seed: run_resized_replay(seed, tiers=seed % 2 < 1) for seed in range(30)],
     "moved tables": [test_arena.check_tables],
     "policies": [check_eviction_orders],
     "orders": [lambda name=name: check_policy(name, 0) for name in KEYS],
@@ -549,6 +554,7 @@ def test_names_and_sentences_are_all_different() -> None:
         prompt_mutants.what_is_cached_is_not_computed,
         grammar_mutants.masks_are_of_other_rows,
         arena_mutants.a_previous_frame_is_not_told,
+        resized_mutants.clear_takes_all,
         bounds_mutants.bounds_outlive_their_page,
         native_mutants.a_chunk_sees_its_next_token,
         forward_mutants.a_part_is_stale,

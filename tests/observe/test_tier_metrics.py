@@ -120,7 +120,9 @@ def test_frames_of_a_tier_add_up_to_its_pool() -> None:
     for tier, frames in (("device", found["frames"]["full"]), ("host", found["tiers"]["host"]["full"])):
         counts = {key[2]: value for key, value in shown.items() if (key[0], key[-1]) == ("quire_frames", tier)}
         assert sum(counts.values()) == frames["total"]
-        states = [state for state in ("free", "private", "cached", "moving", "quarantined") if state in frames]
+        states = [
+            state for state in ("free", "private", "cached", "moving", "quarantined", "released") if state in frames
+        ]
         assert counts == {state: frames[state] for state in states} and len(states) >= 4
 
 

@@ -108,7 +108,7 @@ def shake(cache: KVCache, choices: Choices) -> int:
         pool.take_back(ids)
         pool.put(ids)
     if moved:
-        cache._growth._move(Move(group, sources, targets))
+        cache._growth.move(Move(group, sources, targets))
     return moved
 
 

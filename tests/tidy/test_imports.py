@@ -22,7 +22,7 @@ WITH_TORCH = (
     "quire.upload",
     "quire.sparse.coordinator",
 )
-WITH_TORCH += ("quire.memory.pool", "quire.memory.frame_copies")
+WITH_TORCH += ("quire.memory.backing", "quire.memory.pool", "quire.memory.frame_copies")
 WITH_TORCH += ("quire.connectors.sglang.hicache", "quire.connectors.sglang.pool_pages", "quire.connectors.sglang.facts")
 WITH_TORCH += tuple(f"quire.connectors.vllm.{name}" for name in ("compat", "facts", "metrics", "tier"))  # and vLLM
 """Packages and modules that need torch. All others are imported where it is not installed, new ones too."""

@@ -140,7 +140,7 @@ class Admission:
         *found, (left, ids, spare_ids) = claims(begins, num_pages, rows, reached, reserve)  # type: ignore[arg-type]
         counts = [sum(each) - more for each in found]
         for room in self._rooms:
-            if (lack := room.lack(counts)) > 0:
+            if (lack := room.lack(counts) + room.leaving) > 0:
                 group, stride = max(
                     zip(room.groups, room.strides, strict=True), key=lambda each: found[each[0].index][1]
                 )

@@ -1,6 +1,6 @@
 """The audit: checks the invariants of a whole cache, in slices of bounded work, however many pages there are.
 
-free + private + cached + moving + quarantined == num_frames        every frame and page has exactly one owner
+free + private + cached + moving + quarantined + released == num_frames    every frame and page has exactly one owner
 protected <= committed <= allocated, protected % page_size == 0     per request
 a row's protected pages are the path of its lease                   it pins what it reads
 a page's pins are its readers, and without any its frame is idle    per group whose frames may go before their pages

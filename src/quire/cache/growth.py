@@ -62,14 +62,20 @@ class Growth:
         self.allocators: tuple[GrowingAllocator, ...] = (growing, *others)
         self._states = tuple(group for group in parts.groups if isinstance(group, StateGroup))
         self._rooms = parts.rooms
-        most = parts.pages.num_pages
+        self.resized()
+        self._moved = 0  # the fence of the first step after the last move
+        self.num_left = 0
+        """Pages that have left the device for more room."""
+        self.is_loading = False  # what is reclaimed is for loads, beside launched steps
+
+    def resized(self) -> None:
+        """Groups have other frames than before."""
+        most = self._parts.pages.num_pages
         self._scarce = tuple(  # those that can be short where page ids are not
             room
-            for room in parts.rooms
-            if room.is_shared or any(g.reach.in_place or g.frames.num_frames < most for g in room.groups)
+            for room in self._rooms
+            if room.is_shared or any(g.reach.in_place or g.frames.limit < most for g in room.groups)
         )
-        self._moved = 0  # the fence of the first step after the last move
-        self.is_loading = False  # what is reclaimed is for loads, beside launched steps
 
     def by(self, kvs: Batch, rows: Rows, counts: int | Counts) -> None:
         """Make room for `counts[i]` more tokens in each row, within the plan's context."""
@@ -179,7 +185,9 @@ class Growth:
         chunk, before, after = 1, 0, 1
         while before != after and (missing := self._missing(wanted, num_new, chunk)) > 0:
             before = self._num_out()
-            self._counters.evicted(len(self._offload.evict(missing, num_new, cause).removed))
+            evicted = self._offload.evict(missing, num_new, cause)
+            self._counters.evicted(len(evicted.removed))
+            self.num_left += len(evicted.removed) + evicted.num_moved
             chunk, after = 2 * chunk, self._num_out()
         self._evict_frames(wanted, max(Rank), shared=False)
         if num_new > self._parts.pages.num_free_pages:  # a transfer reads what was evicted
@@ -189,7 +197,7 @@ class Growth:
             if room.is_shared and room.lack(self._used(wanted)) > 0:  # an eviction freed less than was counted
                 raise self._refusal(room.groups[0].name, wanted[0], room.groups[0].num_free, 0)
             if (move := room.make_way(wanted)) is not None:
-                self._move(move)
+                self.move(move)
 
     def _give_up_checkpoints(self, wanted: Sequence[int], num_new: int) -> bool:
         """A running request needs no more than the plan counts for it: what it has beside that goes, if this helps."""
@@ -226,7 +234,7 @@ class Growth:
                 if not group.reach.whole and room.is_shared >= shared and (lack := room.lack(self._used(wanted))) > 0:
                     group.evict(-(-lack // stride), most)
 
-    def _move(self, move: Move) -> None:
+    def move(self, move: Move) -> None:
         """The bytes of some frames are elsewhere from now on: for what is launched next, behind what was launched."""
         for listener in self._parts.moved:
             listener(move.group, move.sources, move.targets)

@@ -15,6 +15,7 @@ from quire.cache.growth import Growth
 from quire.cache.hold import Fences, Holds, Retired
 from quire.cache.offload import NO_OFFLOAD, CacheParts, OffloadFactory
 from quire.cache.request_kv import CacheUse, PrefixHit, RequestKV
+from quire.cache.resizing import Resizing
 from quire.cache.room import rooms_of
 from quire.cache.running import Batch, Counts, Lengths, RunningBatch, RunningTables
 from quire.cache.session import SessionSettings
@@ -99,7 +100,6 @@ class KVCache:
         )
         table = frames.table
         self.plan = plan
-        self._per_step = plan.tokens_per_step
         self.page_size = plan.page_size
         self.explains = explains
         self.share_prefixes = share_prefixes
@@ -143,6 +143,7 @@ class KVCache:
         self.sessions = Sessions(self.parts, sessions, self, self._shorten)
         self.admission = Admission(self.parts, self.offload.retention)
         self._growth = Growth(self.parts, self.offload, self.counters, self.sessions.give_way, frames.growing)
+        self.resizing = Resizing(self.parts, self._growth, self._fixed)
         self._settling = self.groups if offload.below else self._partial  # full groups commit only with tiers
         self._states = {group.index: group for group in self.groups if isinstance(group, StateGroup)}
 
@@ -380,7 +381,7 @@ class KVCache:
     def _fixed(self, group: int) -> Ids | None:
         """Frames of a group that must not move now; None: none may. With drafts, a step that settles moves what it
         wrote to other places, which were captured at its launch."""
-        if not self.parts.moved or (self.fences.num_open and (self._growth.is_loading or self._per_step > 1)):
+        if not self.parts.moved or (self.fences.num_open and (self._growth.is_loading or self.plan.tokens_per_step > 1)):
             return None
         released = [part.frames for each in self.fences.waiting for part in each.released if part.group == group]
         others = [frames for fixed in self.parts.fixed for frames in fixed(group)]

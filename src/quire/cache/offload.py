@@ -38,7 +38,7 @@ class CacheParts:
     these that is newly cached. `flushed` are called with a namespace, or None for all, before its pages leave the
     tree. `moved` are called with a group, frames that ascend and the frames that they are copied to: behind all steps
     that were launched, before the next one. Without any of these no frame moves. `fixed` return frames of a group
-    that must not move now."""
+    that must not move now. `resized` are called with the plan of another size (`quire.cache.resizing`)."""
 
     plan: MemoryPlan
     frames: Residency
@@ -60,6 +60,7 @@ class CacheParts:
     flushed: list[Callable[[Namespace | None], None]] = field(default_factory=list)
     moved: list[Callable[[int, Ids, Ids], None]] = field(default_factory=list)
     fixed: list[Callable[[int], Sequence[Ids]]] = field(default_factory=list)
+    resized: list[Callable[[MemoryPlan], None]] = field(default_factory=list)
     committed: list[Callable[[RequestKV, Ids, int], None]] = field(default_factory=list)
 
 

@@ -49,6 +49,8 @@ class Room:
         self.groups = tuple(groups)
         self.strides = tuple(strides)
         self.total = total
+        self.leaving = 0
+        """Units that are to leave: those that run may use them, and nothing new is promised them."""
         self.indices = tuple(group.index for group in groups)
         for group in groups:
             group.room = self
@@ -73,6 +75,10 @@ class Room:
     def has(self, wanted: Frames) -> bool:
         """Whether the groups can allocate so many frames more, and nothing is evicted or moved for it."""
         return all(wanted[group.index] <= group.num_free for group in self.groups)
+
+    def resized(self, leaving: int) -> None:
+        """The group has other frames, of which so many are to leave."""
+        self.total, self.leaving = self.groups[0].frames.limit, leaving
 
     def make_way(self, wanted: Frames) -> Move | None:
         """Let a group leave what others want, which fits. Returns what has to be copied."""

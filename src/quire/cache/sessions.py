@@ -38,6 +38,7 @@ from quire.cache.session import (
 from quire.cache.states import StateGroup
 from quire.cache.statistics import CacheCounters
 from quire.observe.explain import Cause, Explanation, Reason, never_seen
+from quire.plan.budget import MemoryPlan
 from quire.prefix.node import Node, User, path_to
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
@@ -80,7 +81,9 @@ class Sessions:
         self._shorten = shorten
         self._size = parts.plan.page_size
         self._ttl_s = settings.ttl_s
-        self.budget = int(settings.share * parts.plan.num_pages)  # pages
+        self._share = settings.share
+        self._resized(parts.plan)
+        parts.resized.append(self._resized)
         self._states = [group for group in parts.groups if isinstance(group, StateGroup)]
         self._trims = not self._states and parts.plan.tokens_per_step == 1 and not parts.plan.groups_on_host
         self._by_key: dict[SessionKey, Session] = {}  # those used last come last
@@ -92,6 +95,9 @@ class Sessions:
         self.totals = SessionCounters()
         parts.flushed.append(self._flushed)
         parts.audits.append(self._faults)
+
+    def _resized(self, plan: MemoryPlan) -> None:
+        self.budget = int(self._share * plan.num_pages)  # pages
 
     def __len__(self) -> int:
         return len(self._by_key)

@@ -35,6 +35,7 @@ class FrameCounts:
     evictable: int = 0  # part of `cached`
     moving: int = in_state("moving")  # released while a launched step could read them; free once it has settled
     quarantined: int = in_state("quarantined")
+    released: int = in_state("released")  # their memory was given back to the system
     dropped: int = counter("Frames of cached pages that were dropped while their pages stayed.")
     revived: int = counter("Frames that such pages got back from requests that had computed them again.")
     left: int = counter("Frames that requests left for others to begin on.")
@@ -98,7 +99,8 @@ class CacheStatistics(CacheCounters):
 
 def usage_of(frames: Mapping[str, FrameCounts]) -> float:
     """The share of frames in use, of the fullest group. Frames that could be evicted count as free."""
-    return max(1 - (group.free + group.evictable) / group.total for group in frames.values())
+    in_use = ((group, group.total - group.released) for group in frames.values())
+    return max((total - group.free - group.evictable) / max(1, total) for group, total in in_use)
 
 
 def count_frames(group: GroupCache, retired: Sequence[Retired]) -> FrameCounts:
@@ -108,13 +110,14 @@ def count_frames(group: GroupCache, retired: Sequence[Retired]) -> FrameCounts:
     waiting = np.unique(np.concatenate([NO_PAGES, *pages]))
     moving = int(np.count_nonzero(group.table.frame[waiting])) + sum(len(part.frames) for part in released)
     return FrameCounts(
-        total=group.num_free + group.frames.num_used,
+        total=group.num_free + group.frames.num_used + group.frames.num_released,
         free=group.num_free,
         private=group.frames.num_used - group.num_cached - moving - len(group.quarantined),
         cached=group.num_cached,
         evictable=group.num_evictable,
         moving=moving,
         quarantined=len(group.quarantined),
+        released=group.frames.num_released,
         dropped=group.dropped_frames,
         revived=group.revived_frames,
         left=group.left,

@@ -40,7 +40,7 @@ _PIECE_S = 0.001  # a slice of an audit beside steps
 _IDLE_PIECE_S = 0.005
 _IDLE_AFTER_S = 1.0
 _MOST_HOLDERS = 16
-_STATES = ("free", "private", "cached", "evictable", "moving", "quarantined")
+_STATES = ("free", "private", "cached", "evictable", "moving", "quarantined", "released")
 
 
 @dataclass(frozen=True, kw_only=True)

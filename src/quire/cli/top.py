@@ -18,8 +18,15 @@ from quire.errors import InvalidInput, QuireError
 from quire.settings.setting import Settings, setting
 
 _BAR = 14  # so that all fits in 80 columns, with the name "server"
-_STATES = {"private": "blue", "cached": "green", "moving": "yellow", "quarantined": "red", "free": "dim"}
-_SIGNS = {"private": "█", "cached": "▓", "moving": "▒", "quarantined": "x", "free": "·"}
+_STATES = {
+    "private": "blue",
+    "cached": "green",
+    "moving": "yellow",
+    "quarantined": "red",
+    "free": "dim",
+    "released": "dim",
+}
+_SIGNS = {"private": "█", "cached": "▓", "moving": "▒", "quarantined": "x", "free": "·", "released": " "}
 """Frames by state, so that a terminal without colours shows them too."""
 
 _TOTALS = ("prompt_tokens", "hit_tokens", "output_tokens", "evicted_pages")
@@ -179,7 +186,7 @@ def _pools(rows: list[dict[str, Any]]) -> RenderableType:
         for group, states in groups.items()
     ]
     first = ("server", "tier", "group", "frames")
-    heads = ("apart" if state == "quarantined" else state for state in _STATES)
+    heads = ({"quarantined": "apart", "released": "gone"}.get(state, state) for state in _STATES)
     return plain_table((*first, *heads), body, left=first)
 
 

@@ -219,8 +219,8 @@ class EngineCore:
 
     def _populate(self) -> None:
         """Make the system provide the pools' memory beside the first steps: it may take seconds."""
-        for pool in self.pools:
-            for _ in pool.populate():
+        for backing in dict.fromkeys(pool.backing for pool in self.pools):
+            for _ in backing.populate():
                 if self._closed.is_set():
                     return
 
@@ -242,7 +242,7 @@ class EngineCore:
         vocabulary = self.model.spec.vocab_size
         try:
             refuse_others(message, self.model, self.config.model_name)
-            request = request_of(message, self.config, self.plan, vocabulary, self.eos_token_ids)
+            request = request_of(message, self.config, self.cache.resizing.plan, vocabulary, self.eos_token_ids)
         except QuireError:
             self.loop.refused()
             raise

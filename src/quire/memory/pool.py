@@ -8,12 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.errors import HostMemoryError, PlanError, UnsupportedModel
-from quire.memory.host_pool import populate, reserve, touch
+from quire.errors import UnsupportedModel
+from quire.memory.backing import Backing, backing_of
 from quire.spec.layout import DType, Field, PageLayout
-
-_LARGE = 4 * 2**20
-"""Size in bytes from which a pool uses huge pages."""
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
@@ -23,32 +20,16 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     return found
 
 
-def allocate(num_bytes: int, device: torch.device, *, touched: bool = True) -> Tensor:
-    """Memory of frames, zero, uint8 `[num_bytes]`. Large host memory that is not `touched` is provided by the system
-    when it is written. Raises PlanError."""
-    try:
-        if device.type != "cpu" or num_bytes < _LARGE:
-            return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        # Reads of scattered frames touch many system pages; huge pages cause far fewer TLB misses.
-        memory = torch.frombuffer(reserve(num_bytes), dtype=torch.uint8)
-        if touched:
-            touch(memory.numpy())
-        return memory
-    except (RuntimeError, MemoryError, HostMemoryError) as error:
-        raise PlanError(
-            f"a KV pool of {num_bytes:,} bytes could not be allocated on {device}: {error}", fix="lower the KV memory."
-        ) from error
-
-
 class Pool:
     """Frames `0..num_frames` of a layout; padded tokens write to frame 0. Frame i is `rows[i]` of uint8 `[num_frames +
     1, bytes_per_frame]`: all fields in the order of the layout, each `[layers, entries, *shape]`. `tensors` has each
     field with its part of all frames, a view `[layers, num_frames + 1, entries, *shape]`. Entries of one frame are
     contiguous, and frames are not: `flatten` and `reshape` over frames copy, and writes to a copy are lost.
 
-    Without `rows` the pool allocates them (`allocate`). With `rows`, such as records in host memory, another object
-    owns the memory. A `reader` is another device, which computes on frames in host memory. Raises UnsupportedModel for
-    a layout whose fields are not aligned in a frame."""
+    Without `rows` the pool allocates them (`backing_of`), such that they can be given back if it `shrinks`. With
+    `rows`, such as records in host memory, another object owns the memory, and `backing` is what it gave. A `reader` is
+    another device, which computes on frames in host memory. Raises UnsupportedModel for a layout whose fields are not
+    aligned in a frame."""
 
     def __init__(
         self,
@@ -57,13 +38,18 @@ class Pool:
         *,
         device: torch.device | str = "cpu",
         touched: bool = True,
+        shrinks: bool = False,
         rows: Tensor | None = None,
+        backing: Backing | None = None,
         reader: torch.device | None = None,
     ) -> None:
         self.layout = layout
         size = layout.bytes_per_frame
         if rows is None:
-            rows = allocate((num_frames + 1) * size, torch.device(device), touched=touched).view(num_frames + 1, size)
+            num_bytes = (num_frames + 1) * size
+            backing = backing_of(num_bytes, torch.device(device), touched=touched, shrinks=shrinks)
+            rows = backing.tensor.view(num_frames + 1, size)
+        self.backing = backing or Backing(rows)
         assert rows.shape[1] == layout.bytes_per_frame, "frames of another layout"
         self.rows = rows
         self.num_frames = len(rows) - 1
@@ -98,12 +84,6 @@ class Pool:
             shape = (len(field.layers), field.entries(self.layout.page_size), *field.shape)
             yield field, self.rows[:, start : start + size].view(dtype).view(-1, *shape).transpose(0, 1)
             start += size
-
-    def populate(self) -> Iterator[None]:
-        """Make the system provide the host memory of the pool piece by piece, also while it is in use."""
-        if self.device.type == "cpu" and not self.on_host and self.rows.nbytes >= _LARGE:
-            count, stride = (self.num_frames + 1), self.rows.stride(0)
-            yield from populate(self.rows.as_strided((count * stride,), (1,)).numpy())
 
     @property
     def num_bytes(self) -> int:

@@ -25,6 +25,7 @@ from quire.cache.states import GroupCache
 from quire.counters import counter, gauge
 from quire.errors import InvalidInput
 from quire.offload.host_groups import HostGroup, needed_frames
+from quire.plan.budget import MemoryPlan
 from quire.prefix.hashing import namespace_seed
 from quire.prefix.match import Match
 from quire.prefix.node import Node, pages_to, path_to
@@ -118,15 +119,24 @@ class Retention(RetentionPort):
         self._hosts = hosts
         self._on_device = parts.frames.anchor(Tier.DEVICE)
         self._size = plan.page_size
-        largest = pages_for(plan.largest_request, plan.page_size)
-        self.budget = int(share * plan.num_pages)  # pages
-        self._pin_budget = max(0, min(self.budget, plan.num_pages - largest))
-        self._largest = largest
+        self._share = share
+        self._resized(plan)
+        parts.resized.append(self._resized)
         self._by_id: dict[str, RetainedPrefix] = {}
         self._by_key: dict[bytes, RetainedPrefix] = {}
         self._next_expiry = math.inf  # no retention ends before
         self.totals = RetentionCounters()
         parts.damaged.holders.append(self.release_damaged)
+
+    def _resized(self, plan: MemoryPlan) -> None:
+        self._plan = plan
+        self._largest = pages_for(plan.largest_request, plan.page_size)
+        self.budget = int(self._share * plan.num_pages)  # pages
+        self._pin_budget = min(self.budget, self.most_pinned(plan))
+
+    def most_pinned(self, plan: MemoryPlan) -> int:
+        """Pages beside which the longest request finds room, with this plan."""
+        return max(0, plan.num_pages - pages_for(plan.largest_request, plan.page_size))
 
     def counters(self) -> RetentionCounters:
         """Counters and gauges now."""
@@ -317,7 +327,7 @@ class Retention(RetentionPort):
             reason = f"{budget} {left if self.budget else 'keeps nothing; raise --retain-share'}"
         most, room = _room_for(match, self._pinned, self._pin_budget)
         if pin and num_pages > most:
-            longest = f"the longest request, {self._parts.plan.largest_request:,} tokens, must find room beside them"
+            longest = f"the longest request, {self._plan.largest_request:,} tokens, must find room beside them"
             reason = f"pins may take {self._pin_budget * size:,} tokens, of which {room * size:,} were left: {longest}"
             if prefix is not None and most < prefix.hold.path.num_pages:
                 return num_pages, f"kept, but not pinned: {reason}."

@@ -98,11 +98,11 @@ class Scheduler:
         return bool(self._requests)
 
     def add(self, request: Request) -> None:
-        """Queue a request that the plan admits. Raises what `MemoryPlan.check_request` raises, or InvalidInput for an
+        """Queue a request that the plan admits. Raises what `Resizing.check` raises, or InvalidInput for an
         id in use; nothing was queued then."""
         if request.request_id in self._requests:
             raise InvalidInput(f"request id '{request.request_id}' is in use.", fix="send another id.")
-        self._cache.plan.check_request(request.num_prompt_tokens, request.max_tokens)
+        self._cache.resizing.check(request.num_prompt_tokens, request.max_tokens)
         request.arrival = self._arrivals
         request.opening = hash((request.namespace, request.tokens[: self._cache.page_size].tobytes()))
         request.turn = turn_of(self._cache.sessions, request)
@@ -151,6 +151,10 @@ class Scheduler:
         """A running request waits again, and none of its pages that are not cached yet ever are: they were computed
         from damaged ones. No step may be in flight. Its tokens stay."""
         self._put_back(request, reason, damaged=True)
+
+    def preempt_last(self, reason: str) -> None:
+        """The last running request waits again. No step may be in flight."""
+        self._preempt(self._victim(), reason)
 
     # -- one step
 
@@ -359,10 +363,10 @@ class Scheduler:
         """The request that is preempted first."""
         return self._rows.running[-1]
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: Request, reason: str = "was preempted: older requests needed its pages") -> None:
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self._put_back(request, "was preempted: older requests needed its pages")
+        self._put_back(request, reason)
 
     def _put_back(self, request: Request, reason: str, *, damaged: bool = False) -> None:
         """A running request waits again, without memory."""

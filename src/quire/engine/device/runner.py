@@ -26,7 +26,8 @@ from quire.kernels.batch import Asked, PagedBatch, derive
 from quire.kernels.moves import Pieces
 from quire.kernels.state import StateBatch
 from quire.loop import ForwardPart
-from quire.memory.pool import Pool, allocate
+from quire.memory.backing import backing_of
+from quire.memory.pool import Pool
 from quire.models.forward import RunningForward, slots_of
 from quire.models.hf import LoadedModel
 from quire.offload import offload_of
@@ -77,10 +78,12 @@ class LaunchedForward:
         return found
 
 
-def build_pools(plan: MemoryPlan, device: torch.device, built: Mapping[int, Pool] = _NO_POOLS) -> tuple[Pool, ...]:
+def build_pools(
+    plan: MemoryPlan, device: torch.device, built: Mapping[int, Pool] = _NO_POOLS, *, shrinks: bool = False
+) -> tuple[Pool, ...]:
     """Allocate the device's memory: a pool for each group, not touched yet, but for groups whose pools are `built`.
-    Raises PlanError if there is too little, and HostMemoryError if the host lacks the memory for pools on a CPU, which
-    would show only later."""
+    Their memory can be given back if it `shrinks`, and the device is a CPU. Raises PlanError if there is too little,
+    and HostMemoryError if the host lacks the memory for pools on a CPU, which would show only later."""
     if device.type == "cpu":
         memory = host_memory()
         check_cpu_pools(
@@ -88,17 +91,17 @@ def build_pools(plan: MemoryPlan, device: torch.device, built: Mapping[int, Pool
         )
     if (arena := plan.arena) is None:
         pools = tuple(
-            built.get(index) or Pool(group.layout, plan.frames_of(index), device=device, touched=False)
+            built.get(index) or Pool(group.layout, plan.frames_of(index), device=device, touched=False, shrinks=shrinks)
             for index, group in enumerate(plan.groups)
         )
         assert sum(pool.num_bytes for pool in pools) == plan.pool_bytes, "pools of other sizes than planned"
         return pools
-    shared = allocate(arena.budget, device, touched=False)
+    shared = backing_of(arena.budget, device, touched=False)
     rows = (
-        shared.as_strided((plan.frames_of(index) + 1, stride), (stride, 1), arena.origin(index))
+        shared.tensor.as_strided((plan.frames_of(index) + 1, stride), (stride, 1), arena.origin(index))
         for index, stride in enumerate(arena.strides)
     )
-    return tuple(Pool(group.layout, rows=own) for group, own in zip(plan.groups, rows, strict=True))
+    return tuple(Pool(group.layout, rows=own, backing=shared) for group, own in zip(plan.groups, rows, strict=True))
 
 
 class ModelRunner:

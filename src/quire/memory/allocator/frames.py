@@ -37,7 +37,12 @@ class GroupFrames(Generic[A]):
         self.allocator = allocator
         self.name = allocator.name
         self.num_frames = allocator.ids.size
-        """The largest id of a frame: the number of frames, but in an arena."""
+        """The largest id that a frame may ever have: the most frames, but in an arena."""
+
+    @property
+    def limit(self) -> int:
+        """The largest id that is handed out now: less than `num_frames` while the memory is smaller."""
+        return self.allocator.ids.limit
 
     @property
     def num_free(self) -> int:
@@ -48,6 +53,11 @@ class GroupFrames(Generic[A]):
     def num_used(self) -> int:
         """Frames that are not free."""
         return self.allocator.ids.num_used
+
+    @property
+    def num_released(self) -> int:
+        """Frames beyond the limit that are not in use: the system may have their memory."""
+        return self.allocator.ids.num_withdrawn
 
     @abstractmethod
     def free_frames(self, frames: Ids) -> None:

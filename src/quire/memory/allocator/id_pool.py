@@ -18,8 +18,10 @@ class IdPool:
     """Ids 1 to `size`, at first all free, in ascending order. `group` and `noun` are for messages.
 
         free --set_aside--> aside --mark_out--> out --take_back--> aside --put--> free
+        free <--resize--> withdrawn <--put-- aside, of an id beyond the limit
 
-    Free ids are in a ring; every operation costs O(ids moved).
+    Ids beyond the `limit` are not handed out. Those that are out stay so until they are freed, or `move_inwards`. Free
+    ids are in a ring; every operation costs O(ids moved), but `resize` and `move_inwards`, which cost O(size).
     """
 
     def __init__(self, size: int, reuse: Reuse, *, group: str, noun: str = "page") -> None:
@@ -28,14 +30,17 @@ class IdPool:
         self._group = group
         self._noun = noun
         self._up = counting(size + 1)
+        self.limit = size
+        self._withdrawn: Ids = self._up[:0]
         self.clear()
 
     def clear(self) -> None:
-        """Free all ids, in ascending order."""
+        """Free all ids, in ascending order. The limit stays."""
         self._ring = self._up[1:].copy()
         self._head = 0
-        self._num_free = self._num_ordered = self.size
+        self._num_free = self._num_ordered = self.limit
         self._unordered: list[Ids] = []  # free, and not in the ring yet
+        self._withdrawn = self._up[self.limit + 1 :].copy()
         self._out = np.zeros(self.size + 1, dtype=np.bool_)
 
     @property
@@ -46,7 +51,18 @@ class IdPool:
     @property
     def num_used(self) -> int:
         """Ids that are allocated or set aside."""
-        return self.size - self._num_free
+        return self.size - self._num_free - len(self._withdrawn)
+
+    @property
+    def num_withdrawn(self) -> int:
+        """Ids beyond the limit that are not in use."""
+        return len(self._withdrawn)
+
+    @property
+    def last_used(self) -> int:
+        """The largest id that is allocated; 0 if none is. O(size)."""
+        used = np.flatnonzero(self._out)
+        return int(used[-1]) if len(used) else 0
 
     def is_out(self, ids: Ids | slice) -> Bools:
         """Per id: whether it is allocated; a copy."""
@@ -104,6 +120,9 @@ class IdPool:
 
     def put(self, ids: Ids) -> None:
         """Free ids that are set aside."""
+        if self.limit < self.size and np.count_nonzero(beyond := ids > self.limit):
+            self._withdrawn = np.concatenate((self._withdrawn, ids[beyond]))
+            ids = ids[~beyond]
         count, ring = len(ids), self._ring
         self._num_free += count
         if self._reuse == "sorted":
@@ -120,6 +139,38 @@ class IdPool:
         else:
             ring[at:], ring[: count - fitting] = ids[:fitting], ids[fitting:]
 
+    # -- another size
+
+    def resize(self, limit: int) -> None:
+        """Hand out ids up to `limit` from now on, those that are free in ascending order."""
+        assert 0 <= limit <= self.size, "a limit outside the pool"
+        self._order()
+        ids = np.concatenate((self._ring[: self._num_free], self._withdrawn))
+        ids.sort()
+        self.limit = limit
+        self._withdrawn = ids[ids > limit]
+        self._set_free(ids[: len(ids) - len(self._withdrawn)])
+
+    def move_inwards(self, fixed: IdArray) -> tuple[Ids, Ids]:
+        """Move allocated ids beyond the limit to free ones, the lowest first, but those in `fixed` and those for which
+        none is free. Returns sources and targets, both ascending. The sources are not handed out."""
+        sources = self.limit + 1 + np.flatnonzero(self._out[self.limit + 1 :]).astype(np.int32)
+        sources = sources[~np.isin(sources, fixed)]
+        self._order()
+        free = self._ring[: self._num_free].copy()
+        free.sort()
+        count = min(len(sources), len(free))
+        sources, targets = sources[:count], free[:count]
+        self._out[sources], self._out[targets] = False, True
+        self._withdrawn = np.concatenate((self._withdrawn, sources))
+        self._set_free(free[count:])
+        return sources, targets
+
+    def _set_free(self, ids: Ids) -> None:
+        """These ids are free, and no others; all are in the ring, in this order."""
+        self._ring[: len(ids)] = ids
+        self._head, self._num_free, self._num_ordered, self._unordered = 0, len(ids), len(ids), []
+
     def _first(self, count: int) -> Ids:
         ids = self._ring[self._head : self._head + count]
         return ids.copy() if len(ids) == count else np.concatenate((ids, self._ring[: count - len(ids)]))
@@ -127,8 +178,7 @@ class IdPool:
     def _order(self) -> None:
         everything = np.concatenate((self._first(self._num_ordered), *self._unordered))
         everything.sort()
-        self._ring[: self._num_free] = everything
-        self._head, self._num_ordered, self._unordered = 0, self._num_free, []
+        self._set_free(everything)
 
     def _wrong(self, ids: IdArray) -> InvalidFree:
         ordered = np.sort(ids)

@@ -1,0 +1,127 @@
+"""Resizing: how many frames each group of a cache has, up to those of its plan, while requests run.
+
+    frames  1 ... limit ... num_frames        no frame beyond the limit is handed out
+            |-- in use, free --|-- released --|
+                               frames that are in use there move to free ones below, or stay until they are freed
+
+A group grows at once. It shrinks in steps: what eviction can free leaves first, in its usual order and to lower tiers
+where there are some, then the outermost frames move inwards. What running requests hold, and will need, stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from quire.cache.growth import Growth
+from quire.cache.offload import CacheParts
+from quire.cache.request_kv import RequestKV
+from quire.errors import OutOfPages, RequestTooLarge
+from quire.memory.allocator import Move
+from quire.plan.budget import MemoryPlan, counted, format_bytes
+from quire.spec.ids import Ids
+
+_CAUSE = "less KV memory"
+
+
+class Resizing:
+    """The size of one cache: that of `plan`, whose pages the largest request may have, or nothing while it is
+    `is_released`. Groups whose frames are in host memory, or in an arena, keep theirs. `fixed` are frames of a group
+    that must not move now, None: all of them."""
+
+    def __init__(self, parts: CacheParts, growth: Growth, fixed: Callable[[int], Ids | None]) -> None:
+        self._parts = parts
+        self._growth = growth
+        self._fixed = fixed
+        self._sized = tuple(
+            group for group in parts.groups if not group.frames.are_page_ids and not group.room.is_shared
+        )
+        self.plan = parts.plan
+        self.is_released = False
+
+    @property
+    def goal(self) -> Sequence[int]:
+        """The frames of each group that were asked for."""
+        return (0,) * len(self.plan.groups) if self.is_released else self.plan.split
+
+    @property
+    def reached(self) -> bool:
+        """Whether each group has the frames of the goal, and uses none beyond."""
+        return all(self.extent(group.index) <= self.goal[group.index] for group in self._sized)
+
+    @property
+    def num_evicted(self) -> int:
+        """Pages that have left the device since the start, for more room or for less memory."""
+        return self._growth.num_left
+
+    def extent(self, group: int) -> int:
+        """The last frame of a group that has to have memory."""
+        ids = self._parts.groups[group].frames.allocator.ids
+        return max(ids.limit, ids.last_used)
+
+    def check(self, prompt: int, max_tokens: int) -> None:
+        """Refuse a request that can never run at this size. Raises what `MemoryPlan.check_request` raises."""
+        most, now = self._parts.plan, self.plan
+        most.check_request(prompt, max_tokens)
+        if (need := now.pages_of(prompt + max_tokens)) > now.num_pages:
+            raise RequestTooLarge(
+                f"{counted(prompt, 'prompt token')} and {counted(max_tokens, 'output token')} need "
+                f"{counted(need, 'page')} of {counted(now.tokens_per_page, 'token')}; the KV memory is smaller now "
+                f"and has {now.num_pages:,} in {format_bytes(now.pool_bytes)}, of {most.num_pages:,} in "
+                f"{format_bytes(most.pool_bytes)}.",
+                fix=f"ask for at most {now.largest_request:,} tokens, or have the memory grow: quire memory --resize.",
+            )
+
+    def aim(self, plan: MemoryPlan, *, released: bool = False) -> None:
+        """Have the frames of `plan`, which is that of the cache with fewer ones, or none while `released`. `go_on`
+        gets there."""
+        self.plan, self.is_released = plan, released
+        for listener in self._parts.resized:
+            listener(plan)
+
+    def go_on(self, running: Sequence[RequestKV], ends: Sequence[int], promised: int) -> bool:
+        """Go on towards the goal, as far as `running` requests allow, which will have `ends[i]` pages at their end, and
+        a request of `promised` pages that was accepted before. No step may be in flight. Returns whether it is reached
+        but for that promise."""
+        rows = self._parts.rows.distinct(running)
+        have = -(-self._parts.rows.num_allocated[rows] // self._parts.plan.page_size)
+        reached = np.maximum(have, np.array(ends, dtype=np.int64))
+        least, reserved = [group.frames.limit for group in self._parts.groups], [0] * len(self.goal)
+        for group in self._sized:
+            index, ids = group.index, group.frames.allocator.ids
+            needed = group.needs(promised, 0) if promised else 0
+            least[index] = min(ids.size, max(self.goal[index], needed))
+            reserved[index] = group.remaining(rows, have, reached)
+            if least[index] > ids.limit:
+                ids.resize(least[index])
+        self._evict(least, reserved)
+        for group in self._sized:
+            index, ids = group.index, group.frames.allocator.ids
+            limit = min(ids.limit, max(least[index], ids.num_used + reserved[index]))
+            if limit < ids.limit:
+                ids.resize(limit)
+            if ids.last_used > ids.limit and (fixed := self._fixed(index)) is not None:
+                self._retreat(index, fixed)
+            group.room.resized(ids.limit - least[index])
+        self._growth.resized()
+        self._parts.changed()
+        return all(self.extent(group.index) <= least[group.index] for group in self._sized)
+
+    def _evict(self, least: Sequence[int], reserved: Sequence[int]) -> None:
+        """Evict until the groups can have `least` frames, with `reserved` ones for those that run; if that is too few,
+        until they have no more than these need."""
+        for _ in range(2):
+            limits = [group.frames.limit for group in self._parts.groups]
+            wanted = [(now - n + more) * (now > n) for now, n, more in zip(limits, least, reserved, strict=True)]
+            try:
+                self._growth.reclaim(wanted, _CAUSE)
+                return
+            except OutOfPages:
+                held = [group.num_held + more for group, more in zip(self._parts.groups, reserved, strict=True)]
+                least = [min(now, max(n, own)) for now, n, own in zip(limits, least, held, strict=True)]
+
+    def _retreat(self, group: int, fixed: Ids) -> None:
+        sources, targets = self._parts.groups[group].frames.allocator.ids.move_inwards(fixed)
+        if len(sources):
+            self._growth.move(Move(group, sources, targets))
