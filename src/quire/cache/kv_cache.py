@@ -381,7 +381,9 @@ class KVCache:
     def _fixed(self, group: int) -> Ids | None:
         """Frames of a group that must not move now; None: none may. With drafts, a step that settles moves what it
         wrote to other places, which were captured at its launch."""
-        if not self.parts.moved or (self.fences.num_open and (self._growth.is_loading or self.plan.tokens_per_step > 1)):
+        if not self.parts.moved or (
+            self.fences.num_open and (self._growth.is_loading or self.plan.tokens_per_step > 1)
+        ):
             return None
         released = [part.frames for each in self.fences.waiting for part in each.released if part.group == group]
         others = [frames for fixed in self.parts.fixed for frames in fixed(group)]

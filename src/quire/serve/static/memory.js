@@ -2,7 +2,8 @@
 
 import { bar, barOf, bytes, count, figure, find, legendOf, make, put, share } from "./dom.js";
 
-const STATES = [["private", "host"], ["cached", "device"], ["moving", "moving"], ["quarantined", "bad"], ["free", "free"]];
+const STATES = [["private", "host"], ["cached", "device"], ["moving", "moving"], ["quarantined", "bad"], ["free", "free"],
+  ["released", "free"]];
 
 export function showMemory(counters, { groups = {}, arena }) {
   const frames = counters.frames ?? {};
