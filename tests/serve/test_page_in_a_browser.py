@@ -12,6 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.routing.live_router import LiveRouter
+from tests.serve.apart import apart, ask, at_rest, prompt
 from tests.serve.live_server import LiveServer
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="it comes with the extra clients")
@@ -195,6 +196,10 @@ def test_the_tree_and_another_plan_are_told(live: LiveServer, opened: Callable[.
     assert {"without a salt", "salt "} <= {each["name"][:14].rstrip("0123456789abcdef") for each in tree["namespaces"]}
     first = page.locator("#tree-told table").last.locator("tbody tr").first
     assert first.locator("td").first.inner_text() == str(max(each["pages"] for each in tree["branches"]))
+    page.select_option("#tree-order", "hits")
+    says(page, "tree-told", "most hits first")
+    hits = page.locator("#tree-told table").last.locator("tbody tr td:nth-of-type(4)").all_inner_texts()
+    assert [int(each) for each in hits] == sorted((each["hits"] for each in tree["branches"]), reverse=True)
     page.fill("[name=kv_memory]", "1MiB")
     page.fill("[name=page_size]", "8")
     page.keyboard.press("Enter")
@@ -230,6 +235,24 @@ def test_what_held_memory_when_it_was_short(live: LiveServer, opened: Callable[.
     assert request_id in row
     used = page.locator("#short table").first.locator("tbody tr").first.locator("td").first.inner_text()
     assert 0 < int(used) <= live.statistics()["frames"]["full"]["total"]
+
+
+def test_peers_and_the_store_say_how_they_are(tiny_model: Path, tmp_path: Path, opened: Callable[..., Any]) -> None:
+    storage = ("--storage", str(tmp_path / HOSTILE.replace("/", "")), "--storage-size", "32MiB")
+    with apart(tiny_model, "tcp", *storage) as (prefill, [decode], port):
+        ask(decode, prompt(1))
+        found = at_rest(decode)["transfer"]["received"][f"127.0.0.1:{port}"]
+        assert found["tokens"] > 0
+        page, theirs = opened(decode), opened(prefill)
+        says(page, "moves-body", "computes prompts for this one")
+        row = page.locator("#moves-body table", has_text="what it does").locator("tbody tr td").all_inner_texts()
+        assert row[0] == f"127.0.0.1:{port}" and row[2:5] == ["connected", str(found["asks"]), str(found["tokens"])]
+        says(theirs, "moves-body", "asks this one")
+        says(page, "moves-body", HOSTILE.replace("/", ""))
+        says(page, "moves-body", "It answers.")
+        prefill.close()
+        says(page, "moves-body", "None is connected.")
+        page.wait_for_selector("#moves-body .bad")
 
 
 def test_names_are_no_markup(live: LiveServer, opened: Callable[..., Any]) -> None:

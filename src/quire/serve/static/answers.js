@@ -3,7 +3,8 @@
 import { bar, bytes, clock, count, make, share, table } from "./dom.js";
 import { DISTINCT, ledgerBars } from "./parts.js";
 
-export function treeTold({ branches, namespaces, num_nodes: nodes, whole, page_size: size }) {
+// Prefixes one inside the other, or those with most of what `order` names first.
+export function treeTold({ branches, namespaces, num_nodes: nodes, whole, page_size: size }, order) {
   if (!branches.length) return [make("p", { class: "hint" }, "Nothing is cached.")];
   const name = (each) => (each.adapter ? `${each.name}, adapter ${each.adapter}` : each.name);
   const all = namespaces.reduce((sum, each) => sum + each.pages, 0);
@@ -16,8 +17,8 @@ export function treeTold({ branches, namespaces, num_nodes: nodes, whole, page_s
     make("p", {}, `${count(nodes)} edges${whole ? "" : " near the roots, of more"}, ${count(all)} pages of ${count(size)} tokens.`),
     make("h3", {}, "Pages by namespace"), ...bar("Pages by namespace", parts),
     table("Namespaces", ["namespace", "pages", "on the device", "hits", "in use by"], most.map((each) => [name(each), ...counts(each)])),
-    table("Prefixes, each inside the one above it", ["tokens of the prefix", "pages with all below", "share", "on the device", "hits", "in use by", "go on in", "namespace"],
-      inOrder(branches).map(([each, level]) => {
+    table(order ? `Prefixes, those with most ${order} first` : "Prefixes, each inside the one above it", ["tokens of the prefix", "pages with all below", "share", "on the device", "hits", "in use by", "go on in", "namespace"],
+      (order ? branches.toSorted((a, b) => b[order] - a[order]).map((each) => [each, 0]) : inOrder(branches)).map(([each, level]) => {
         const [pages, ...more] = counts(each);
         return [prefix(each, level, size), pages, share(each.pages, all), ...more, count(each.children), name(namespaces[each.namespace])];
       })),
@@ -35,7 +36,7 @@ function inOrder(branches) {
 
 function prefix({ depth, own_pages: own }, level, size) {
   const shown = make("span", { class: "branch" }, `${count(depth * size)} to ${count((depth + own) * size)}`);
-  shown.style.paddingLeft = `${Math.min(level, 8)}rem`;
+  shown.style.setProperty("--level", Math.min(level, 8));
   return shown;
 }
 

@@ -20,14 +20,14 @@ const asNode = (each) => (each instanceof Node ? each : document.createTextNode(
 const plain = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 
 export const count = (value) => (value === null || value === undefined ? "-" : plain.format(value));
-export const share = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(1)} %` : "-");
+export const share = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(1)}\u00a0%` : "-");
 export const one = (value) => (value === null ? "-" : value < 10 && !Number.isInteger(value) ? value.toFixed(1) : plain.format(value));
 
 export const clock = (at) => (at === undefined ? "-" : new Date(1000 * at).toLocaleTimeString("en-GB"));
 
 export function seconds(value) {
   if (value === null || value === undefined) return "-";
-  return value < 1 ? `${(1000 * value).toFixed(value < 0.01 ? 1 : 0)} ms` : `${value.toFixed(2)} s`;
+  return value < 1 ? `${(1000 * value).toFixed(value < 0.01 ? 1 : 0)}\u00a0ms` : `${value.toFixed(2)}\u00a0s`;
 }
 
 export function bytes(value) {
@@ -35,7 +35,7 @@ export function bytes(value) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let at = 0;
   while (value >= 1024 && at < units.length - 1) (value /= 1024), (at += 1);
-  return `${at && value < 100 ? value.toFixed(1) : Math.round(value)} ${units[at]}`;
+  return `${at && value < 100 ? value.toFixed(1) : Math.round(value)}\u00a0${units[at]}`;
 }
 
 // -- figures that change in place: the same element keeps its focus and its selection
@@ -72,14 +72,14 @@ export function put(place, content, nodes) {
   if (focused) place.querySelector(`[data-id="${CSS.escape(focused)}"]`)?.focus();
 }
 
-// -- a bar of parts [{name, value, color, labels}], with its legend in words. Marks [{name, at, text}] are lines on it, at
-// a part of its length.
+// -- a bar of parts [{name, value, color, labels}], with its legend in words. One that `begins` another row of parts stands
+// apart. Marks [{name, at, text}] are lines on it, at a part of its length.
 
 export function barOf(label, parts, { unit = count, marks = [] } = {}) {
   const said = [...parts.filter((each) => each.value).map((each) => `${each.name} ${unit(each.value)}`), ...marks.map((each) => `${each.name} ${each.text}`)];
   const made = make("div", { class: "bar", role: "img", "aria-label": `${label}: ${said.join(", ") || "nothing"}` });
   for (const each of parts.filter((each) => each.value)) {
-    const part = make("span", { class: `c-${each.color}`, title: `${each.name}: ${unit(each.value)}` });
+    const part = make("span", { class: `c-${each.color}${each.begins ? " begins" : ""}`, title: `${each.name}: ${unit(each.value)}` });
     part.style.flexGrow = each.value;
     made.append(part);
   }

@@ -36,8 +36,8 @@ function pool(tier, group, frames, planned) {
 }
 
 // Two groups in one range of bytes: each from its end, and between them what either can take.
-function arenaOf(frames, groups, { bytes: whole, upper }) {
-  const names = Object.keys(groups).toSorted((a, b) => (a === upper) - (b === upper));
+function arenaOf(frames, groups, { bytes: whole, upper: last }) {
+  const names = Object.keys(groups).toSorted((a, b) => (a === last) - (b === last));
   const ends = names.map((group) => {
     const size = groups[group].bytes_per_frame;
     const parts = partsOf("device", group, frames[group]);
@@ -51,7 +51,8 @@ function arenaOf(frames, groups, { bytes: whole, upper }) {
   const name = `device, groups ${low.group} and ${high.group} in one arena`;
   const marks = [{ ...low, at: low.part }, { ...high, at: 1 - high.part }].map(({ group, planned, at }) => (
     { name: `planned for ${group}`, at, text: `${count(planned)} frames` }));
-  const shown = [...low.used, { name: "free", value: free, color: "free" }, ...high.used.toReversed()];
+  const upper = high.used.toReversed().map((each, at, all) => ({ ...each, begins: all.findIndex(({ value }) => value) === at }));
+  const shown = [...low.used, { name: "free", value: free, color: "free" }, ...upper];
   return make("div", { class: "pool" },
     make("h3", {}, name, make("small", {}, ` ${bytes(whole)}, ${bytes(free)} of them free, ${share(free, whole)}`)),
     barOf(name, shown, { unit: bytes, marks }),

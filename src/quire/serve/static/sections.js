@@ -3,6 +3,7 @@
 import { Chart } from "./charts.js";
 import { bar, bytes, count, figure, find, make, one, put, seconds, share, table } from "./dom.js";
 import { showMemory } from "./memory.js";
+import { showMoves } from "./moves.js";
 import { CAUSES, causesBar, ledgerBars } from "./parts.js";
 import { Prompts } from "./prompts.js";
 import { planTold, shortTold, treeTold } from "./answers.js";
@@ -20,7 +21,9 @@ export class Sections {
       requests: new Chart(find("chart-requests"), [{ name: "running", color: "device" }, { name: "waiting", color: "evicted" }]),
       usage: new Chart(find("chart-usage"), [{ name: "in use", color: "host" }], { unit: " %", most: 100 }),
     };
-    find("tree-ask").addEventListener("click", () => this.answer("tree-told", "/v1/cache/tree", treeTold));
+    const look = () => this.answer("tree-told", "/v1/cache/tree", (tree) => treeTold(tree, find("tree-order").value));
+    find("tree-ask").addEventListener("click", look);
+    find("tree-order").addEventListener("change", look);
     find("plan-if").addEventListener("submit", (submitted) => {
       submitted.preventDefault();
       const asked = new URLSearchParams([...new FormData(submitted.target)].filter(([, value]) => value.trim()));
@@ -116,29 +119,6 @@ function showHits(counters) {
        ...causesBar(causes),
        table("Causes", ["cause", "tokens", "share", "what it is"],
          why.map(({ name, about }) => [name, count(causes[name]), share(causes[name], whole), about]))]));
-}
-
-function showMoves({ tiers, transfer }, token) {
-  const links = Object.entries(tiers?.links ?? {}).filter(([, link]) => link.moves);
-  const peers = transfer ? Object.entries(transfer).filter(([, value]) => typeof value === "number") : [];
-  put(find("moves-body"), [tiers, peers], () => {
-    if (!tiers && !transfer) return [make("p", { class: "hint" }, "This engine has no tier below the device, and no peers.")];
-    const rows = links.map(([name, { moves, bytes: moved, seconds: took }]) => [
-      name, count(moves), bytes(moved), seconds(took.count ? took.sum / took.count : null),
-      tiers.bandwidth[name] ? `${bytes(tiers.bandwidth[name])}/s` : "-", count(tiers.bandwidth[name] && token ? tiers.bandwidth[name] / token : null),
-      name in tiers.off ? `off: ${tiers.off[name]}` : name in tiers.stuck ? "nothing ends" : "works",
-    ]);
-    const store = tiers ? Object.entries(tiers.store.failures) : [];
-    const lost = tiers?.store_lost.length ? [make("p", { class: "bad" }, `The store answers no ${tiers.store_lost.join(", ")}.`)] : [];
-    return [
-      tiers && (rows.length ? table("Lanes between tiers", ["lane", "moves", "bytes", "mean time", "bandwidth", "tokens a second", "state"], rows)
-        : make("p", { class: "hint" }, "Nothing has moved yet.")),
-      tiers?.compute_rate ? make("p", { class: "hint" }, `Steps compute ${count(tiers.compute_rate)} prompt tokens a second. A lane that is slower turns off.`) : null,
-      ...lost,
-      store.length ? table("Failures of the store", ["kind", "times"], store.map(([kind, times]) => [kind, count(times)])) : null,
-      peers.length ? table("Peers", ["what", "count"], peers.map(([name, value]) => [name.replaceAll("_", " "), count(value)])) : null,
-    ].filter(Boolean);
-  });
 }
 
 function showChecks({ counters }) {
