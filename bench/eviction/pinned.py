@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 import numpy as np
 from bench.eviction.paged_trace import PagedTrace
-from bench.eviction.sequential import REMEMBERED, TAILS, SequentialResult, closed_sessions
+from bench.eviction.sequential import REMEMBERED, SequentialResult, closed_sessions
+from bench.eviction.sequential import end as end_request
 
 from quire.prefix.node import Lease
 from quire.prefix.policy import EvictionPolicy
@@ -45,9 +47,16 @@ class RunningQueue:
 
 
 def replay_pinned(
-    trace: PagedTrace, pool_tokens: int, policy: EvictionPolicy, *, closes: float = 0.0
+    trace: PagedTrace,
+    pool_tokens: int,
+    policy: EvictionPolicy,
+    *,
+    closes: float = 0.0,
+    told: bool = False,
+    begun: Callable[[int], None] = lambda number: None,
 ) -> SequentialResult:
-    """Replay a trace with a new `policy` in a pool of whole pages. Clients close this share of the sessions."""
+    """Replay a trace with a new `policy` in a pool of whole pages. Clients close this share of the sessions. Endings of
+    outputs are `told`, or their last tokens differ. `begun` is called with the number of each request that begins."""
     pool = pool_tokens // trace.page_size
     users, last = closed_sessions(trace, closes)
     running = RunningQueue()
@@ -61,7 +70,7 @@ def replay_pinned(
     def end() -> None:
         number = running.end()
         lease, request = leases.pop(number)
-        tree.ended(lease, TAILS[request.ending], request.output_tokens)
+        end_request(tree, lease, request, told)
         tree.release(lease)
         if (user := users[number]) is not None and number in last:
             tree.end(user)
@@ -73,6 +82,7 @@ def replay_pinned(
         while running.ends and running.ends[0][0] <= max(running.now, request.arrival):
             end()
         running.now = max(running.now, request.arrival)
+        begun(number)
         looked_up = request.pages[: request.lookup_pages]
         while True:
             match = tree.match(request.namespace, looked_up)

@@ -1,11 +1,19 @@
 """Eviction policies on recorded sessions of coding agents that run side by side and pin what they use.
 
     python -m bench.eviction.recorded --sessions 30,60,120 --spacing 30,90,300 --seed 1,2,3 --policy lru,density
-    python -m bench.eviction.recorded --odd --seed 21,22,23,24,25 --closes 0,0.5,1 --brief
+    python -m bench.eviction.recorded --odd --seed 31,32 --columns lru,density,density:told,density:closes=1 --brief
+    python -m bench.eviction.recorded --odd --seed 31 --columns density,density:flops,oracle:next --json RESULT.json
+    python -m bench.eviction.recorded --read RESULT.json
+
+A column is a policy with marks: `told` (endings are told to it), `closes=0.5` (clients close that share of the
+sessions), `flops` (pages are worth what they cost to compute, at Llama 3.1 8B's cost). `oracle:NAME` knows a part of
+the future (`bench.eviction.oracles`). Each has its hit rate, and the share of the floating-point operations of prompts
+that hits save. With `--json` cells are kept as they are measured: a run that was stopped goes on.
 
 Sessions are drawn from one half of the data: even ones to design a policy, odd ones to judge it. They start at random
 times. A block of 64 tokens is a page. An output does not come again: the next prompt has other ids there. A pool holds
-at least the longest request. Endings are told where the data has them.
+at least the longest request. The data tells no endings: they are drawn (`bench.eviction.drawn_endings`), and hidden
+unless a column is told.
 """
 
 from __future__ import annotations
@@ -16,23 +24,28 @@ import itertools
 import json
 import random
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bench.eviction.drawn_endings import drawn_endings
+from bench.eviction.oracles import Future, oracle
 from bench.eviction.paged_trace import PagedTrace
 from bench.eviction.pinned import optimal_pinned, replay_pinned
-from bench.harness import SHARED
+from bench.harness import SHARED, machine, save
 
+from quire.cli.planned_model import planned_model
+from quire.plan.step_cost import growth_of
 from quire.prefix.evict import eviction_policy
 
 PAGE = 64
 PATH = SHARED / "data/coding-agents.jsonl.gz"
-ENDINGS = {"answer": 1, "tool": 2}
-"""Of the `ending` of a request, in `PagedRequest`."""
+LONGEST = 120_000
+MODEL = "llama-3.1-8b"
+"""What prompts cost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,14 +56,14 @@ class Composition:
     spacing_s: float
     seed: int
     odd: bool = False
-    longest_prompt: int = 120_000
+    longest_prompt: int = LONGEST
 
     def trace(self) -> PagedTrace:
         """The requests, by arrival."""
         draw = random.Random(self.seed)
         half = _sessions(PATH)[self.odd :: 2]
         chosen = [session for _ in range(-(-self.sessions // len(half))) for session in draw.sample(half, len(half))]
-        rows: list[tuple[float, int, int, int, str, list[int]]] = []
+        rows: list[tuple[float, int, int, str, list[int]]] = []
         ids: dict[tuple[Any, ...], int] = {}
         start = 0.0
         for name, session in enumerate(chosen[: self.sessions]):
@@ -66,12 +79,11 @@ class Composition:
                 ]
                 keys += [(name, "output", number, place) for place in range(len(keys), (prompt + output) // PAGE)]
                 pages = [ids.setdefault(key, len(ids)) for key in keys]
-                ending = ENDINGS.get(request.get("ending", ""), 0)
-                rows.append((start + request["t"], prompt, output, ending, str(name), pages))
+                rows.append((start + request["t"], prompt, output, str(name), pages))
             start += draw.expovariate(1 / self.spacing_s)
         rows.sort(key=lambda row: row[0])
-        arrivals, prompts, outputs, endings, names, paths = zip(*rows, strict=True)
-        return PagedTrace(
+        arrivals, prompts, outputs, names, paths = zip(*rows, strict=True)
+        found = PagedTrace(
             page_size=PAGE,
             ids=np.concatenate([np.array(path, dtype=np.int32) for path in paths]),
             ends=np.cumsum([len(path) for path in paths]),
@@ -79,17 +91,114 @@ class Composition:
             output_tokens=np.array(outputs),
             arrivals=np.array(arrivals),
             priorities=np.zeros(len(rows), dtype=np.int64),
-            endings=np.array(endings),
+            endings=np.zeros(len(rows), dtype=np.int64),
             sessions=np.array(names),
             adapters=np.zeros(len(rows), dtype="U1"),
             salts=np.zeros(len(rows), dtype="U1"),
         )
+        return replace(found, endings=drawn_endings(found))
 
 
 @cache
 def _sessions(path: Path) -> list[dict[str, Any]]:
     with gzip.open(path, "rt") as lines:
         return [json.loads(line) for line in lines]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A policy, and what it is told."""
+
+    policy: str
+    told: bool = False
+    flops: bool = False
+    closes: float = 0.0
+
+    @classmethod
+    def of(cls, text: str) -> Column:
+        """As `density:told:closes=0.5`, or `oracle:next`."""
+        policy, *marks = text.split(":")
+        if policy == "oracle":
+            return cls(policy=text)
+        known = dict(mark.partition("=")[::2] for mark in marks)
+        unknown = known.keys() - {"told", "flops", "closes"}
+        if unknown:
+            raise SystemExit(f"{text}: unknown marks {', '.join(unknown)}")
+        return cls(policy=policy, told="told" in known, flops="flops" in known, closes=float(known.get("closes", 0)))
+
+    def replayed(self, trace: PagedTrace, pool: int) -> tuple[float, float]:
+        """Its hit rate and the share of the work that it saves, in a pool of so many tokens."""
+        kind, _, name = self.policy.partition(":")
+        if kind == "oracle":
+            future = Future(trace)
+            found = replay_pinned(_hidden(trace), pool, oracle(name, future), begun=future.begin)
+        else:
+            policy = eviction_policy(self.policy)
+            policy.priced_by(growth() * PAGE if self.flops else 0.0)
+            found = replay_pinned(
+                trace if self.told else _hidden(trace), pool, policy, closes=self.closes, told=self.told
+            )
+        return found.hit_rate(trace), found.saved_share(trace, growth())
+
+
+@cache
+def growth() -> float:
+    """`CostModel.growth` of the model."""
+    model = planned_model(MODEL)
+    assert model.weights is not None
+    return growth_of(model.spec, model.weights.num_parameters)
+
+
+def _hidden(trace: PagedTrace) -> PagedTrace:
+    return replace(trace, endings=np.zeros(len(trace), dtype=np.int64))
+
+
+def measured(kind: Composition, parts: list[str], columns: list[str], cells: dict[str, list[float]]) -> None:
+    """Replay what `cells` do not have."""
+
+    def place(part: str, column: str) -> str:
+        half = "odd" if kind.odd else "even"
+        half += "" if kind.longest_prompt == LONGEST else f" to {kind.longest_prompt}"
+        return f"{half}/{kind.sessions}/{kind.spacing_s:g}/{kind.seed}/{part}/{column}"
+
+    wanted = [(part, column) for part in parts for column in (*columns, "lru", "optimum")]
+    if all(place(*each) in cells for each in wanted):
+        return
+    trace = kind.trace()
+    working_set = trace.bounds().working_set_tokens
+    longest = PAGE * max(request.held_pages for request in trace)
+    for part, column in wanted:
+        if place(part, column) in cells:
+            continue
+        pool = max(longest, int(working_set * Fraction(part)))
+        if column == "optimum":
+            cells[place(part, column)] = [round(optimal_pinned(trace, pool) / float(trace.prompt_tokens.sum()), 6)]
+        else:
+            cells[place(part, column)] = [round(each, 6) for each in Column.of(column).replayed(trace, pool)]
+
+
+def summary(cells: dict[str, list[float]]) -> list[str]:
+    """Lines for each pool and column: means, the part of the gap that is closed, and the worst cell against LRU."""
+    found: dict[str, dict[str, list[tuple[str, list[float]]]]] = defaultdict(lambda: defaultdict(list))
+    for key, values in cells.items():
+        *where, part, column = key.split("/")[:4] + key.split("/", 4)[4].rsplit("/", 1)
+        found[part][column].append(("/".join(where), values))
+    lines = ["pool   column                   cells  hits   gap    worst   flops saved, least against LRU"]
+    for part, columns in found.items():
+        lru, best = dict(columns["lru"]), dict(columns["optimum"])
+        for column, rows in columns.items():
+            rows = [row for row in rows if row[0] in lru and row[0] in best]
+            base, top = (np.array([each[place][0] for place, _ in rows]) for each in (lru, best))
+            rates = np.array([values[0] for _, values in rows])
+            gap = f"{(rates - base).sum() / (top - base).sum():6.1%}"
+            worst = f"{100 * (rates - base).min():+.2f}"
+            line = f"{part:6} {column:24} {len(rows):5} {100 * rates.mean():6.2f} {gap} {worst:>6}"
+            if column != "optimum":
+                saved = np.array([values[1] for _, values in rows])
+                against = saved - np.array([lru[place][1] for place, _ in rows])
+                line += f"   {100 * saved.mean():6.2f} {100 * against.min():+.2f}"
+            lines.append(line)
+    return lines
 
 
 def main() -> None:
@@ -99,39 +208,27 @@ def main() -> None:
     parser.add_argument("--seed", default="1")
     parser.add_argument("--odd", action="store_true", help="the half that a policy is judged by")
     parser.add_argument("--pool", default="1/32,1/16,1/8,1/4", help="parts of the working set (%(default)s)")
-    parser.add_argument("--policy", default="lru,density")
-    parser.add_argument("--closes", default="0", help="shares of the sessions that are closed at their end")
+    parser.add_argument("--most", type=int, default=LONGEST, help="leave longer prompts out (%(default)s)")
+    parser.add_argument("--columns", default="density", help="policies with marks (%(default)s)")
+    parser.add_argument("--json", type=Path, help="keep cells in this file")
+    parser.add_argument("--read", type=Path, help="show the cells of a file, and measure none")
     parser.add_argument("--brief", action="store_true", help="the summary alone")
     given = parser.parse_args()
-    columns = [*itertools.product(given.policy.split(","), map(float, given.closes.split(",")))]
-    found: dict[str, list[list[float]]] = defaultdict(list)
+    path = given.read or given.json
+    result: dict[str, Any] = json.loads(path.read_text()) if path and path.exists() else {"cells": {}}
+    cells: dict[str, list[float]] = result["cells"]
     grid = itertools.product(*(each.split(",") for each in (given.sessions, given.spacing, given.seed)))
-    for sessions, spacing, seed in grid:
-        kind = Composition(sessions=int(sessions), spacing_s=float(spacing), seed=int(seed), odd=given.odd)
-        trace = kind.trace()
-        working_set = trace.bounds().working_set_tokens
-        longest = PAGE * max(request.held_pages for request in trace)
-        for part in given.pool.split(","):
-            pool = max(longest, int(working_set * Fraction(part)))
-            lru = replay_pinned(trace, pool, eviction_policy("lru")).hit_rate(trace)
-            best = optimal_pinned(trace, pool) / float(trace.prompt_tokens.sum())
-            rates = [
-                replay_pinned(trace, pool, eviction_policy(policy), closes=closes).hit_rate(trace)
-                for policy, closes in columns
-            ]
-            found[part].append([lru, best, *rates])
-            if not given.brief:
-                shown = " ".join(f"{100 * rate:6.2f}" for rate in (lru, best, *rates))
-                print(f"{sessions:>4} every {spacing:>3} s, seed {seed}, {part:5} {shown}", flush=True)
-    print("pool, then means: LRU, optimum; and by policy and share of closed sessions: mean, gap closed, worst cell")
-    for part, rows in found.items():
-        lru, best, *means = np.mean(rows, axis=0).tolist()
-        worst = (np.array(rows)[:, 2:] - np.array(rows)[:, :1]).min(axis=0).tolist()
-        shown = [
-            f"{policy} {closes:g}: {100 * mean:.2f} {(mean - lru) / (best - lru):.1%} {100 * least:+.2f}"
-            for (policy, closes), mean, least in zip(columns, means, worst, strict=True)
-        ]
-        print(f"{part:5} {100 * lru:.2f} {100 * best:.2f}  {'; '.join(shown)}")
+    for sessions, spacing, seed in () if given.read else grid:
+        kind = Composition(
+            sessions=int(sessions), spacing_s=float(spacing), seed=int(seed), odd=given.odd, longest_prompt=given.most
+        )
+        before = set(cells)
+        measured(kind, given.pool.split(","), given.columns.split(","), cells)
+        for key in [] if given.brief else cells.keys() - before:
+            print(key, " ".join(f"{100 * value:.2f}" for value in cells[key]), flush=True)
+        if given.json and cells.keys() - before:
+            save(given.json, result | {"machine": machine()})
+    print("\n".join(summary(cells)))
 
 
 if __name__ == "__main__":

@@ -15,10 +15,11 @@ import numpy as np
 import numpy.typing as npt
 from bench.eviction.paged_trace import PagedTrace
 
-from quire.prefix.node import User
+from quire.prefix.node import Lease, User
 from quire.prefix.policy import EvictionPolicy
 from quire.prefix.radix_cache import RadixCache
 from quire.sim.hit_bounds import PagedRequest
+from quire.spec.ending import Ending
 from quire.spec.ids import Ids
 
 REMEMBERED = 4  # times the pool: evicted pages that the tree remembers, as in `KVCache`
@@ -42,13 +43,21 @@ class SequentialResult:
         """Share of the trace's prompt tokens that were found cached."""
         return float(self.hit_tokens.sum() / trace.prompt_tokens.sum())
 
+    def saved_share(self, trace: PagedTrace, growth: float) -> float:
+        """Share of the work of all prompts that hits have saved, if a token costs more by `growth` for each one before
+        it, in parts of what the first one costs."""
+        saved, all_work = (tokens + growth * tokens * tokens / 2 for tokens in (self.hit_tokens, trace.prompt_tokens))
+        return float(saved.sum() / all_work.sum())
+
 
 class SequentialReplay:
     """A tree of page ids and a pool of `pool_pages` pages of `page_size` tokens, empty at first.
 
-    `now`, which the tree reads as its clock, is the arrival of the current request in seconds."""
+    `now`, which the tree reads as its clock, is the arrival of the current request in seconds. Endings of outputs are
+    `told`, or their last tokens differ."""
 
-    def __init__(self, pool_pages: int, page_size: int, policy: EvictionPolicy) -> None:
+    def __init__(self, pool_pages: int, page_size: int, policy: EvictionPolicy, *, told: bool = False) -> None:
+        self._told = told
         self.now = 0.0
         self.evicted_pages = 0
         self.tree = RadixCache(1, policy, remembered=REMEMBERED * pool_pages, seconds=lambda: self.now)
@@ -72,7 +81,7 @@ class SequentialReplay:
         self._make_room(request.held_pages - num_prompt)
         output = pages[num_prompt:]
         tree.insert(lease, output, output)
-        tree.ended(lease, TAILS[request.ending], request.output_tokens)
+        end(tree, lease, request, self._told)
         tree.release(lease)
         return match.num_pages
 
@@ -88,12 +97,14 @@ def replay_in_order(
     policy: EvictionPolicy,
     *,
     closes: float = 0.0,
+    told: bool = False,
     progress: Callable[[int], None] = lambda ended: None,
 ) -> SequentialResult:
     """Replay a trace with a new `policy` in a pool of whole pages. Clients close this share of the sessions after the
-    last turn. `progress` is called with the number of requests that have ended, whenever one has."""
+    last turn. Endings are `told`, as in `SequentialReplay`. `progress` is called with the number of requests that have
+    ended, whenever one has."""
     users, last = closed_sessions(trace, closes)
-    replay = SequentialReplay(pool_tokens // trace.page_size, trace.page_size, policy)
+    replay = SequentialReplay(pool_tokens // trace.page_size, trace.page_size, policy, told=told)
     hits = np.zeros(len(trace), dtype=np.int64)
     refused = np.zeros(len(trace), dtype=np.bool_)
     began = time.thread_time()
@@ -105,6 +116,16 @@ def replay_in_order(
         hits[at] = (found or 0) * trace.page_size
         progress(at + 1)
     return SequentialResult(hits, refused, replay.evicted_pages, time.thread_time() - began)
+
+
+def end(tree: RadixCache, lease: Lease, request: PagedRequest[Ids], told: bool) -> None:
+    """A request has ended. How is told to the policy, or its last token says it."""
+    if not told:
+        tree.ended(lease, TAILS[request.ending], request.output_tokens)
+        return
+    memo = tree.ended(lease, TAILS[0], request.output_tokens)
+    if memo is not None and request.ending:
+        tree.policy.told(memo, Ending.TOOL if request.ending == 2 else Ending.ANSWER)
 
 
 def closed_sessions(trace: PagedTrace, share: float) -> tuple[Sequence[User | None], set[int]]:

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from bench.eviction.drawn_endings import ANSWER, TOOL, drawn_endings, gaps_of
+from bench.eviction.oracles import ORACLES, Future, oracle
 from bench.eviction.paged_trace import PagedTrace
 from bench.eviction.pinned import TOKENS_PER_S, optimal_pinned, replay_pinned
 from bench.eviction.recorded import PATH, Composition
@@ -60,3 +62,42 @@ def test_sessions_that_are_drawn_again_are_sessions_of_their_own() -> None:
     assert 1.9 < many.bounds().working_set_tokens / few.bounds().working_set_tokens < 2, "shared prompts are shared"
     assert (np.diff(many.arrivals) >= 0).all()
     assert len(set(many.sessions.tolist())) == 2 * len(set(few.sessions.tolist())) > 40
+
+
+@slow_unless_changed("bench/eviction/", "src/quire/prefix/", "src/quire/sim/hit_bounds.py")
+@pytest.mark.parametrize("source", SOURCES)
+def test_what_knows_more_of_the_future_hits_more(source: str) -> None:
+    pages = pages_of(source, apart_s=1e4)
+    pool = pool_of(pages, 8)
+    best = optimal_pinned(pages, pool)
+    found = {}
+    for name in ORACLES:
+        future = Future(pages)
+        found[name] = int(replay_pinned(pages, pool, oracle(name, future), begun=future.begin).hit_tokens.sum())
+    lru = replay_pinned(pages, pool, eviction_policy("lru")).hit_tokens.sum()
+    assert lru < max(found.values()) == max(found["next"], found["octave"]) <= best, found
+    assert found["next"] > lru + 0.8 * (best - lru)
+    assert found["octave"] > found["error1"] > found["error2"]
+    assert found["dead"] >= lru
+
+
+def test_drawn_endings_are_those_of_known_sessions() -> None:
+    """Half of the gaps are those of tools, a quarter those of answers. The other paths are never used again."""
+    draw = np.random.default_rng(7)
+    kinds = draw.choice([TOOL, ANSWER, 0], 4_000, p=[0.5, 0.25, 0.25])
+    gaps = np.where(kinds == TOOL, draw.lognormal(np.log(17), 0.8, 4_000), draw.lognormal(np.log(244), 0.8, 4_000))
+    rows = sorted(
+        (at, number) for number in range(4_000) for at in ([0.0, gaps[number]] if kinds[number] else [0.0])
+    )  # each path once, and again after its gap
+    ids = np.array([[2 * number, 2 * number + 1] for _, number in rows], dtype=np.int32)
+    length = np.full(len(rows), 3)
+    trace = PagedTrace(
+        1, ids.reshape(-1), 2 * np.arange(1, len(rows) + 1), length, 0 * length, np.array([at for at, _ in rows]),
+        0 * length, 0 * length, *(np.zeros(len(rows), dtype="U1") for _ in range(3)),
+    )  # fmt: skip
+    firsts = np.array([number for at, number in rows if at == 0.0])
+    found = drawn_endings(trace)[: len(firsts)]
+    assert np.allclose(gaps_of(trace)[: len(firsts)][kinds[firsts] > 0], gaps[firsts][kinds[firsts] > 0])
+    assert (found[kinds[firsts] == TOOL] == TOOL).mean() > 0.85
+    assert (found[kinds[firsts] == ANSWER] == ANSWER).mean() > 0.85
+    assert (found[kinds[firsts] == 0] == ANSWER).mean() > 0.85

@@ -144,7 +144,7 @@ def hang_a_child_elsewhere(cache: KVCache, kv: Any) -> None:
 
 
 def forget_to_queue(cache: KVCache, kv: Any) -> None:
-    cache.tree._policy._queue.clear()
+    cache.tree.policy._queue.clear()
 
 
 def keep_a_root(cache: KVCache, kv: Any) -> None:

@@ -18,6 +18,7 @@ from quire.prefix.node import EvictedEdges, Node, User, used_by
 from quire.prefix.placement import NodeTiers
 from quire.sim import hit_bounds
 from quire.sim.hit_bounds import PagedRequest
+from quire.spec.ending import Ending
 from tests.mutants.mutants import Patch, mutant
 
 
@@ -111,6 +112,33 @@ def the_first_worth_stays(patch: Patch) -> None:
 @mutant("density", "all outputs end alike, and sessions that wait for a tool go before those that wait for a person")
 def endings_are_all_alike(patch: Patch) -> None:
     patch.setattr(Endings, "class_of", lambda endings, token: (0, False))
+
+
+@mutant("density", "an ending is told, and nothing follows from it")
+def what_is_told_is_ignored(patch: Patch) -> None:
+    patch.setattr(HitDensity, "told", lambda policy, memo, ending: None)
+
+
+@mutant("density", "an ending counts for what is learned, and the leaf stays where its last token had put it")
+def what_is_told_moves_no_candidate(patch: Patch) -> None:
+    patch.setattr(HitDensity, "_has_slot", lambda policy, stay: False)
+
+
+@mutant("density", "an answer is taken for a call of a tool, and a session that is over stays for the next result")
+def answers_are_calls(patch: Patch) -> None:
+    real = HitDensity.told
+    patch.setattr(HitDensity, "told", lambda policy, memo, ending: real(policy, memo, Ending.TOOL))
+
+
+@mutant("density", "what pages cost to compute does not count")
+def pages_cost_the_same(patch: Patch) -> None:
+    patch.setattr(HitDensity, "priced_by", lambda policy, growth: None)
+
+
+@mutant("stay table", "a forecast counts from the begin of a stay, and what has waited long seems to return as often")
+def forecasts_have_no_age(patch: Patch) -> None:
+    real = stay_table.StayTable.outlook
+    patch.setattr(stay_table.StayTable, "outlook", lambda table, kind, age: real(table, kind, 0.0))
 
 
 @mutant("stay table", "stays that are still open do not count, and a kind that seldom returns seems to return")

@@ -11,10 +11,11 @@ import pytest
 from quire.prefix import hit_density
 from quire.prefix.endings import CLASSES, Endings
 from quire.prefix.evict import eviction_policy
-from quire.prefix.hit_density import KINDS, SHARED_KINDS, HitDensity, Stay
+from quire.prefix.hit_density import KINDS, SHARED_KINDS, TOLD, HitDensity, Stay
 from quire.prefix.node import Node
 from quire.prefix.policy import EvictionPolicy
 from quire.prefix.radix_cache import RadixCache
+from quire.spec.ending import Ending
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 
@@ -30,7 +31,7 @@ class World:
         self.tree = RadixCache(1, policy, remembered=1_000_000, seconds=lambda: self.now)
         self.pool = pool
 
-    def serve(self, request: Iterable[int], ending: int = 0, after: float = 1.0) -> int:
+    def serve(self, request: Iterable[int], ending: int = 0, after: float = 1.0, told: Ending | None = None) -> int:
         self.now += after
         tree, tokens = self.tree, np.array(list(request), dtype=np.int32)
         match = tree.match(NAMESPACE, tokens)
@@ -40,8 +41,10 @@ class World:
         half = len(rest) // 2
         for part in (rest[:half], rest[half:]):
             tree.insert(lease, part, part)
-        tree.ended(lease, np.array([ending], dtype=np.int32) if ending else NO_IDS, int(ending > 0))
+        memo = tree.ended(lease, np.array([ending], dtype=np.int32) if ending else NO_IDS, int(ending > 0))
         tree.release(lease)
+        if told is not None:
+            tree.policy.told(memo, told)
         assert tree.num_pages <= self.pool
         assert tree.queued() == {node for node in tree.nodes() if not node.children}, "a leaf can never be evicted"
         return match.num_pages
@@ -81,7 +84,9 @@ def check_candidates(seed: int, patch: pytest.MonkeyPatch) -> None:
             node.ticket = 0
             del model[node]
             leased.append(node)
-        elif step < 0.9:
+        elif step < 0.8 and (known := [*model, *leased]):
+            policy.told(known[int(draw.integers(len(known)))].memo, Ending(draw.choice(list(Ending))))
+        elif step < 0.95:
             victim = policy.victim()
             assert (victim in model) if model else victim is None, number
             if victim is not None:
@@ -93,6 +98,12 @@ def check_candidates(seed: int, patch: pytest.MonkeyPatch) -> None:
         found = list(policy.candidates())
         assert len(found) == len(set(found)) and set(found) == model.keys(), number
         assert len(policy._slots) < 250, "invalid entries pile up"
+        for slot, entry in enumerate(policy._slots):
+            if entry is not None and entry[0] == entry[1].ticket:
+                stay = entry[1].memo
+                assert isinstance(stay, Stay) and stay.slot == slot and policy._kinds[slot] == stay.kind, number
+                assert not stay.told or stay.kind // KINDS == stay.told, number
+                assert stay.number < 0 or policy._table._kinds[stay.number] in (stay.kind, -1), number
     while model:
         victim = policy.victim()
         assert victim is not None
@@ -265,6 +276,79 @@ def test_calls_of_tools_stay_and_answers_go() -> None:
     check_agents()
 
 
+def check_told() -> None:
+    """Endings that are told, also after the output has ended, are worth as much as last tokens that say the same."""
+    rates = []
+    for shown, told in ((False, False), (True, False), (False, True)):
+        policy = HitDensity()
+        world = World(policy, 180)
+        rates.append(
+            sum(
+                world.serve(
+                    request, ending if shown else 0, told=(Ending.TOOL, Ending.ANSWER)[ending - 1] if told else None
+                )
+                for request, ending in agents(3_000)
+            )
+        )
+    assert sum(policy.counters().told_endings.values()) > 2_500
+    assert rates[2] > 1.02 * rates[0] and rates[2] > 0.98 * rates[1], rates
+
+
+def test_endings_that_are_told_are_used() -> None:
+    check_told()
+
+
+def check_told_candidate() -> None:
+    """The ending of an output is told when its leaf is a candidate already, and before it is one."""
+    policy = HitDensity()
+    world = World(policy, 1_000)
+    for number in range(0, 8_000, 20):  # after calls sessions go on, after answers they do not
+        for path, after, ending in ((number, 1.0, Ending.TOOL), (number, 5.0, None), (number + 10, 1.0, Ending.ANSWER)):
+            world.serve(range(path, path + 10), after=after, told=ending)
+    world.tree.evict(world.tree.num_pages)
+    calls, answers = list(range(900_000, 900_010)), list(range(910_000, 910_010))
+    world.serve(calls, told=Ending.TOOL)
+    world.serve(answers, told=Ending.ANSWER)
+    assert world.stay(answers).kind // KINDS == TOLD[Ending.ANSWER]
+    ends = [world.tree.match(NAMESPACE, ids(path)).path[-1] for path in (calls, answers)]
+    tool, answer = map(policy.forecast, ends)
+    assert tool is not None and answer is not None and tool.chance > 2 * answer.chance
+    assert "tool" in tool.kind and "answer" in answer.kind
+    world.tree.evict(10)
+    assert world.tree.match(NAMESPACE, ids(calls)).num_pages == 10, "what waits for a tool goes before an answer"
+
+
+def ids(path: Iterable[int]) -> Ids:
+    return np.array(list(path), dtype=np.int32)
+
+
+def test_an_ending_changes_the_place_of_a_candidate() -> None:
+    check_told_candidate()
+
+
+def check_priced() -> None:
+    """With a price that grows, the long path of two that are alike stays."""
+    for growth, stays in ((0.0, "young"), (1.0, "long")):
+        policy = HitDensity()
+        policy.priced_by(growth)
+        world = World(policy, 1_000)
+        world.serve(range(100, 300))  # long, and older
+        world.serve(range(10), after=0.1)
+        gone = world.tree.evict(10)
+        assert (gone < 100).all() == (stays == "long"), growth
+    policy = HitDensity()
+    policy.priced_by(1.0)
+    world = World(policy, 1_000)
+    world.serve(range(100))
+    world.serve([*range(60), *range(500, 510)])
+    assert world.stay(range(100)).is_superseded
+    assert sorted(world.tree.evict(40).tolist()) == list(range(60, 100)), "what is left has lost its part"
+
+
+def test_long_paths_stay_if_their_ends_cost_more() -> None:
+    check_priced()
+
+
 # -- endings
 
 
@@ -328,4 +412,7 @@ DENSITY = [
     check_loop,
     check_endings,
     check_agents,
+    check_told,
+    check_told_candidate,
+    check_priced,
 ]

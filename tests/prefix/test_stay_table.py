@@ -117,6 +117,42 @@ def test_a_leaf_is_worth_most_shortly_before_its_kind_returns() -> None:
     check_return()
 
 
+def check_outlook(seed: int) -> None:
+    """The chance of a use, and the median time to it, of many drawn stays with these hazards."""
+    draw = np.random.default_rng(seed)
+    table = table_of({0: [float(age) for age in draw.exponential(40, 400)] + [None] * 100})
+    hazards, age = table._hazards[0], 20.0
+    low = class_of(age)
+    times = []
+    for _ in range(4_000):
+        at = next((at for at in range(low, CLASSES) if draw.random() < hazards[at]), None)
+        if at is not None:
+            times.append(EDGES[at] + draw.random() * (EDGES[at + 1] - EDGES[at]) - age)
+    chance, seconds = table.outlook(0, age)
+    assert chance == pytest.approx(len(times) / 4_000, abs=0.03)
+    assert seconds == pytest.approx(float(np.median(times)), rel=0.1, abs=1.0)
+    assert table.outlook(0, 1e9) == (pytest.approx(hazards[-1]), 0.0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_outlook_is_that_of_drawn_stays(seed: int) -> None:
+    check_outlook(seed)
+
+
+def test_a_stay_changes_its_kind_while_it_is_open() -> None:
+    table = StayTable(GROUPS, SIZE)
+    first, second = table.begin(0, 0.0, 0.0), table.begin(0, 0.0, 0.0)
+    table.change(first, 5)
+    table.end(first, 3.0)
+    table.end(second, 4.0)
+    table.change(second, 5)
+    assert (table._ended[5].sum(), table._ended[0].sum()) == (1, 1) and (table._kinds < 0).all()
+    for number in range(OPEN):
+        table.begin(1, float(number), float(number))
+    table.change(first, 7)
+    assert 7 not in table._kinds, "a stay that is not watched any more changes another one"
+
+
 def check_open() -> None:
     """Stays that are open make a kind worth less, and only up to their age."""
     ended: list[float | None] = [30.0] * 100
@@ -164,4 +200,11 @@ def check_bounded() -> None:
         check_bounded_table(patch)
 
 
-TABLE = [lambda: check_hazards(0), lambda: check_worth(0), check_return, check_open, check_bounded]
+TABLE = [
+    lambda: check_hazards(0),
+    lambda: check_worth(0),
+    lambda: check_outlook(0),
+    check_return,
+    check_open,
+    check_bounded,
+]

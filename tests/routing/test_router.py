@@ -16,7 +16,7 @@ import pytest
 from openai import APIStatusError
 
 from quire.routing.router import CHECK_S
-from quire.routing.upstream import Upstream, beginning, preferred
+from quire.routing.upstream import Upstream, beginning, preference_of, preferred
 from quire.serve.config import LEAST_BODY_BYTES, MOST_BODY_BYTES
 from quire.serve.keys import Keys
 from tests.routing.live_router import LiveRouter, wait_until
@@ -253,6 +253,9 @@ def test_turns_of_a_conversation_have_one_beginning() -> None:
     first, second = (beginning(json.dumps({"prompt": each, "session_id": "s"}).encode()) for each in ("one", "two"))
     assert first == second != beginning(b'{"prompt": "one", "session_id": "t"}')
     assert beginning(b'{"prompt": "one", "session_id": null}') == beginning(b'{"prompt": "one"}')
+    named = preference_of(b'{"prompt": "three"}', "s; last")
+    assert named == preference_of(b'{"prompt": "four", "session_id": "s"}') and named.stays and named.key == first
+    assert not preference_of(b'{"prompt": "three"}').stays
     assert beginning(b'{"prompt": [1, 2, 3]}') == beginning(b'{"prompt_token_ids": [1, 2, 3]}') != beginning(b"{}")
     assert beginning(b"{bad") == beginning(b"[" * 100_000) == beginning(b'{"messages": 1}') == beginning(b"\xff") == b""
 

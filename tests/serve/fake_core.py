@@ -14,6 +14,7 @@ from quire.counters import Metric
 from quire.engine.config import EngineConfig
 from quire.engine.messages import EngineRequest, Ready, StepOutputs, TokenOutput
 from quire.errors import ContextTooLong, InvalidFree, PlanError
+from quire.spec.ending import Ending
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 
@@ -34,6 +35,7 @@ class EchoCore:
         if config.served_model_name == "broken":
             raise ValueError("broken weights")
         self._running: dict[str, tuple[EngineRequest, list[int]]] = {}
+        self._told: dict[str, Ending] = {}
         self._num_steps = 0
         self._num_aborted = 0
         self._num_stopped = 0
@@ -61,6 +63,10 @@ class EchoCore:
 
     def sessions(self, namespace: Namespace | None, owner: str | None) -> SessionList:
         return SessionList(budget_tokens=0, held_tokens=0, sessions=())
+
+    def tell_ending(self, request_id: str, ending: Ending) -> bool:
+        self._told[request_id] = ending
+        return True
 
     def close_session(self, namespace: Namespace, session_id: str, owner: str | None) -> bool:
         return False
@@ -108,6 +114,7 @@ class EchoCore:
             "waiting_reason": f"waits for the prefix that {next(iter(self._running), '')} is computing",
             "aborted_requests": self._num_aborted,
             "stopped_requests": self._num_stopped,
+            "told_endings": self._told,
         }
 
 

@@ -88,3 +88,54 @@ def test_a_session_follows_one_sequence(live: LiveServer) -> None:
         assert status == 400 and answer["error"]["param"] == "session_id", answer
     status, answer = live.request("/v1/completions", {"prompt": [5, 6], "max_tokens": 2, "session_id": ""})
     assert status == 400 and answer["error"]["param"] == "session_id", answer
+
+
+ROUTES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": [5, 6, 7], "max_tokens": 2},
+    "/generate": {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 2}},
+}
+CHATS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+    "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+    "/v1/responses": {"input": "a", "max_output_tokens": 2},
+}
+
+
+def named(live: LiveServer, route: str, body: dict[str, Any], session: str) -> tuple[int, dict[str, Any]]:
+    status, answer = live.request(route, body, headers={"X-Quire-Session": session})
+    return status, dict(answer)
+
+
+@pytest.mark.parametrize("route", [*ROUTES, *CHATS])
+def test_a_header_names_the_session_and_its_last_turn(live: LiveServer, route: str) -> None:
+    body, name = (ROUTES | CHATS)[route], f"of {route}"
+    for _ in range(2):
+        status, answer = named(live, route, body, name)
+        assert status == 200, answer
+        assert name in [each["session_id"] for each in live.request("/v1/sessions")[1]["sessions"]]
+    status, answer = named(live, route, body, f"{name}; last")
+    assert status == 200, answer
+    assert name not in [each["session_id"] for each in live.request("/v1/sessions")[1]["sessions"]]
+
+
+@pytest.mark.parametrize("value", ["", ";last", "a; first", "a;", "a; last; last", "x" * 257, "a\tb"])
+def test_a_header_that_names_no_session_is_refused(live: LiveServer, value: str) -> None:
+    status, answer = named(live, "/v1/completions", ROUTES["/v1/completions"], value)
+    assert status == 400 and answer["error"]["param"] == "X-Quire-Session", answer
+
+
+def test_a_header_and_a_body_name_the_same_session(live: LiveServer) -> None:
+    body = ROUTES["/v1/completions"] | {"session_id": "both"}
+    status, answer = named(live, "/v1/completions", body, "another")
+    assert status == 400 and answer["error"]["param"] == "X-Quire-Session", answer
+    assert named(live, "/v1/completions", body, "both; last")[0] == 200
+    assert live.request("/v1/sessions/both", method="DELETE")[1]["closed"] is False
+
+
+def test_the_policy_knows_which_outputs_have_reached_their_limit(live: LiveServer) -> None:
+    def told() -> int:
+        return int(live.request("/v1/cache/statistics")[1]["eviction"]["told_endings"]["length"])
+
+    before = told()
+    turn(live, list(range(30, 70)), "", session_id=None, ignore_eos=True, max_tokens=3)
+    assert told() == before + 1

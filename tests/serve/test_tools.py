@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -268,3 +269,54 @@ def test_several_choices_logprobs_and_stops(scripted: LiveServer) -> None:
     assert (stopped["finish_reason"], stopped["message"]["content"]) == ("stop", "so")
     cut = choice(scripted, asked(answer, max_tokens=30))
     assert (cut["finish_reason"], cut["message"]["content"]) == ("length", answer[:30])
+
+
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+SAY = f"say @@@{called('get_weather', {'city': 'Paris'})}@@@"
+USER = {"role": "user", "content": SAY}
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [USER], "tools": [tool()]},
+    MESSAGES: {
+        "messages": [USER],
+        "max_tokens": 500,
+        "tools": [{"name": "get_weather", "input_schema": tool()["function"]["parameters"]}],
+    },
+    RESPONSES: {"input": SAY, "tools": [{"type": "function", "name": "get_weather", "parameters": {"type": "object"}}]},
+}
+
+
+def told_endings(server: LiveServer, prefix: str) -> dict[str, str]:
+    """What the engine was told of sequences of a request, or those before; it may come a little later."""
+    deadline = time.monotonic() + 10
+    while True:
+        told = server.request("/v1/cache/statistics")[1]["told_endings"]
+        found = {name: ending for name, ending in told.items() if name.startswith(prefix)}
+        if found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", BODIES)
+def test_the_engine_is_told_that_an_output_calls_a_tool(scripted: LiveServer, route: str, stream: bool) -> None:
+    for answer, ending in ((SAY, "tool"), ("say @@@No.@@@", "answer")):
+        body = json.loads(json.dumps(BODIES[route]).replace(json.dumps(SAY), json.dumps(answer)))
+        before = set(told_endings(scripted, ""))
+        status, found = scripted.request(route, body | {"stream": stream})
+        assert status == 200, found
+        deadline = time.monotonic() + 10
+        while not (new := {name: each for name, each in told_endings(scripted, "").items() if name not in before}):
+            assert time.monotonic() < deadline, "nothing is told"
+        assert list(new.values()) == [ending]
+
+
+def test_each_choice_is_told_of_and_what_is_cut_off_is_not(scripted: LiveServer) -> None:
+    before = set(told_endings(scripted, ""))
+    _, found = scripted.request(CHAT, BODIES[CHAT] | {"n": 3})
+    assert set(told_endings(scripted, found["id"]).values()) == {"tool"}
+    _, cut = scripted.request(CHAT, BODIES[CHAT] | {"max_tokens": 5})
+    _, plain = scripted.request("/v1/completions", {"prompt": SAY, "max_tokens": 500})
+    _, last = scripted.request(CHAT, BODIES[CHAT])
+    assert told_endings(scripted, last["id"])
+    new = [name for name in told_endings(scripted, "") if name not in before]
+    assert len(new) == 4 and not any(name.startswith((cut["id"], plain["id"])) for name in new)

@@ -102,6 +102,15 @@ def test_a_request_log_of_a_conversation(tmp_path: Path) -> None:
     assert (said(four.prompt), said(four.output)) == ("Once", " upon")
 
 
+def test_a_request_log_says_which_answers_call_tools(tmp_path: Path) -> None:
+    asked = {"messages": [{"role": "user", "content": "Hi"}]}
+    called = {"choices": [{"message": {"role": "assistant", "tool_calls": [{"type": "function"}]}}]}
+    plain = {"choices": [{"message": {"role": "assistant", "content": "Hello."}}]}
+    rows = [{"body": asked | {"tools": tools}, "response": each} for tools in ([{}], []) for each in (called, plain)]
+    trace = open_trace(write(tmp_path / "log.jsonl", *rows, asked | {"tools": [{}]}))
+    assert [each.calls_tool for each in trace] == [True, False, None, None, None]
+
+
 # -- lengths and chunks
 
 

@@ -12,6 +12,7 @@ from quire.cache.running import NO_ROWS, Lengths, Rows
 from quire.cache.states import GroupCache, StateGroup
 from quire.observe.explain import Cause, Explanation, FromPeer, Reason, arrived_tokens, never_seen
 from quire.prefix.match import find_divergence
+from quire.prefix.node import Node
 from quire.spec.events import Namespace
 from quire.spec.ids import Bools, Ids
 from quire.spec.rank import Rank
@@ -58,17 +59,23 @@ class Admission:
         at = 0
 
         def until(
-            stop: int, cause: Cause, detail: str = "", by: str = "", ago: float | None = None, tier: str = ""
+            stop: int,
+            cause: Cause,
+            detail: str = "",
+            by: str = "",
+            ago: float | None = None,
+            tier: str = "",
+            end: Node | None = None,
         ) -> None:
             nonlocal at
             stop = min(stop, num_tokens)
             if stop > at:
-                reasons.append(Reason(cause, at, stop - at, detail, by, ago, tier))
+                reasons.append(Reason(cause, at, stop - at, detail, by, ago, tier, *self._forecast(end)))
                 at = stop
 
         choice, limited_by = hit.choice, hit.choice.limited_by
         near = choice.num_pages - choice.host_pages
-        until(near * size, Cause.HIT, tier="device")
+        until(near * size, Cause.HIT, tier="device", end=hit.match.path[-1] if near else None)
         arrived = arrived_tokens(asked, at, choice.num_pages * size)
         end = choice.num_pages * size - sum(arrived.values())
         until(end - choice.storage_pages * size, Cause.HIT, "from host memory", tier="host")
@@ -88,16 +95,22 @@ class Admission:
             if part.stop > max(at, part.end):
                 until(part.stop, Cause.PEER, part.why_here(), part.peer)
                 until(num_tokens, Cause.LAST_TOKEN, last)
-        for pages, eviction in divergence.evicted:
-            ago = max(0.0, now - eviction.seconds)
-            by = eviction.cause or "a request to evict"
-            until(at + pages * size, Cause.EVICTED, f"evicted {ago:.1f} s ago for {by}", by, ago)
+        for pages, edge in divergence.evicted:
+            assert edge.eviction is not None
+            ago = max(0.0, now - edge.eviction.seconds)
+            by = edge.eviction.cause or "a request to evict"
+            until(at + pages * size, Cause.EVICTED, f"evicted {ago:.1f} s ago for {by}", by, ago, end=edge)
         whole_only = f"seen, but not as a page: only whole pages of {size} tokens are reused"
         until(at + divergence.common, Cause.PAGE, whole_only)
         if divergence.elsewhere is not None:
             namespace, pages = divergence.elsewhere
             until(pages * size, Cause.NAMESPACE, f"cached for requests {_with(namespace)}")
         return Explanation(num_tokens, (*reasons, *never_seen(at, num_tokens)))
+
+    def _forecast(self, node: Node | None) -> tuple[str, float | None, float | None]:
+        """The last fields of a `Reason`."""
+        found = self._tree.policy.forecast(node) if node is not None else None
+        return ("", None, None) if found is None else (found.kind, round(found.chance, 3), round(found.seconds, 1))
 
     def frees(self, rows: Rows, num_pages: Lengths) -> Bools:
         """Per row, with `num_pages[i]` settled whole pages: whether a commit frees frames."""

@@ -61,11 +61,12 @@ class KVCache:
     `close_fence` when the step has settled. For groups whose reach is `carried`, call `launch` in each step.
 
     `plan` is the `memory` of what `make_plan` returns, or a `MemoryPlan` by hand. `eviction` names a policy
-    (`register_eviction`). `emit` receives events of stored and removed pages, with hashes that depend on
-    `model_identity`. With `explains`, each request gets the causes why no more of its prompt is cached
-    (`RequestKV.explanation`), and the counters count tokens by cause. For that and the policy, `remembered` tokens of
-    evicted prefixes stay, by default four times the pool. With `page_tables`, `rows.page_table_changes` reports changes
-    to a device. `offload` moves pages to other tiers and retains some for callers (`quire.offload.Offloads`).
+    (`register_eviction`); to it a token costs more by `cost_growth` for each one before it. `emit` receives events of
+    stored and removed pages, with hashes that depend on `model_identity`. With `explains`, each request gets the causes
+    why no more of its prompt is cached (`RequestKV.explanation`), and the counters count tokens by cause. For that and
+    the policy, `remembered` tokens of evicted prefixes stay, by default four times the pool. With `page_tables`,
+    `rows.page_table_changes` reports changes to a device. `offload` moves pages to other tiers and retains some for
+    callers (`quire.offload.Offloads`).
 
     `sessions` keep rows of requests that have ended (`quire.cache.sessions`).
 
@@ -77,6 +78,7 @@ class KVCache:
         plan: MemoryPlan,
         *,
         eviction: str = DEFAULT_POLICY,
+        cost_growth: float = 0.0,
         share_prefixes: bool = True,
         emit: Callable[[CacheEvent], None] | None = None,
         model_identity: bytes = b"",
@@ -113,6 +115,7 @@ class KVCache:
             placement=_PagePlacement(table) if offload.below else None,
             num_named=num_pages if offload.below else 0,
         )
+        self.tree.policy.priced_by(cost_growth * plan.page_size)
         self.pages = frames.pages
         self.groups = _groups_of(plan, frames, self.tree, checkpoint_interval)
         following = {group.index: group.frames for group in self.groups if isinstance(group.frames, PageFrames)}
@@ -319,7 +322,8 @@ class KVCache:
         if tokens is not None:
             self.commit(kv, tokens)
             if kv.shares:
-                self.tree.ended(kv.lease, tokens[kv.lease.num_pages * self.page_size :], len(tokens) - kv.num_prompt)
+                tail, num_generated = tokens[kv.lease.num_pages * self.page_size :], len(tokens) - kv.num_prompt
+                kv.end = self.tree.ended(kv.lease, tail, num_generated)
         first, last = kv.lease.num_pages, pages_for(int(self.rows.num_allocated[row]), self.page_size)
         private = self._growth.pages_of(row, first, last)
         pages = self.rows.pages[row, :last].copy() if self._partial else NO_PAGES

@@ -82,6 +82,7 @@ class RequestKV:
     explanation: Explanation | None  # why no more is cached, if the cache explains
     shares: bool  # whether its pages become reusable: not after a flush of its namespace
     loads: list[Transfer]  # loads to the device, of pages of its prefix
+    end: object | None = None  # what the eviction policy has of it, when it has ended (`RadixCache.ended`)
     is_held: bool = False  # a session holds it between two turns: no request runs in its row
     marks: dict[int, Rank] = field(default_factory=dict)  # where to store resume points, in pages, and their rank
 

@@ -196,7 +196,7 @@ class Sessions:
             return self.leave(turn, refusal)
         session = turn.session
         self._end_row(session, "")
-        self._parts.tree.ended(
+        kv.end = self._parts.tree.ended(
             kv.lease, tokens[kv.lease.num_pages * self._size : num_settled], num_settled - kv.num_prompt
         )
         self._cache.offload.finished(kv, self._rows.pages[kv.row, : kv.lease.num_pages], returns=False)

@@ -163,9 +163,16 @@ def reasons_table(explanation: Mapping[str, Any]) -> Table:
     rows = []
     for reason in merged_evictions(explanation["reasons"]):
         start, tokens, cause = reason["start"], reason["tokens"], reason["cause"]
-        detail = Text(reason.get("detail", _MEANINGS[cause]))
+        detail = Text(reason.get("detail", _MEANINGS[cause]) + forecast_remark(reason))
         rows.append((start, start + tokens - 1, tokens, Text(cause, _STYLES.get(cause, "")), detail))
     return plain_table(("from", "to", "tokens", "cause", "detail"), rows, left=("cause", "detail"), wraps=("detail",))
+
+
+def forecast_remark(reason: Mapping[str, Any]) -> str:
+    """What the eviction policy takes a prefix for, and when it expects it back; "" if it does not know."""
+    if "kind" not in reason:
+        return ""
+    return f"; {reason['kind']}: {reason['chance']:.0%} come again, half of them within {reason['expected_s']:,.0f} s"
 
 
 def merged_evictions(reasons: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

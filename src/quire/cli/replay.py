@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -21,6 +21,7 @@ from quire.settings.fields import (
     RankFields,
     StepFields,
     TransferFields,
+    WorthFields,
 )
 from quire.settings.setting import Settings, parse_bytes, setting
 from quire.sim.tier_settings import SimulatedTiers
@@ -33,7 +34,7 @@ _CACHE, _ENGINE, _TIERS, _ROLES, _REPLICAS = "Cache", "Engine", "Below the devic
 _HISPARSE = "Latents in host memory"
 
 
-class ReplayedCache(Settings):
+class ReplayedCache(WorthFields):
     """The caches for the replay of a trace, and which part of it is replayed."""
 
     GROUP: ClassVar[str] = _CACHE
@@ -55,6 +56,9 @@ class ReplayedCache(Settings):
         "Plan the pools of this model: a name of the catalogue or a config.json; may be repeated.",
         option="--model",
         aliases=("-m",),
+    )
+    endings: Literal["hidden", "told"] = setting(
+        "hidden", "Whether the policy is told which outputs call tools, where the trace says it: {choices}."
     )
     limit: int | None = setting(None, "Only the first N requests.", group="Output", ge=1)
     trace_seed: int = setting(0, "Seed of a workload.", group="Output", option="--seed")

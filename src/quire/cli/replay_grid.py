@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from quire.cli.plan_request import PlanRequest
-from quire.cli.planned_model import PlannedModel, planned_model
+from quire.cli.planned_model import planned_model
 from quire.cli.replay import ReplayedCache, ReplayedEngine, ReplayedHiSparse
 from quire.errors import InvalidInput
 from quire.plan.budget import MemoryPlan
@@ -26,6 +26,7 @@ from quire.sim.tier_settings import SimulatedTiers
 from quire.spec.config_reader import ConfigReader
 from quire.spec.record_size import HEADER_BYTES
 from quire.spec.speculation import SpeculativeConfig
+from quire.spec.weights import active_parameters
 
 DEFAULT_POOL = "1/8"
 """Share of the working set."""
@@ -66,6 +67,8 @@ def grid_of(
             check=engine.check,
             explain=explain,
             acceptance=acceptance,
+            eviction_worth=cache.eviction_worth,
+            endings=cache.endings,
         ),
     )
 
@@ -169,7 +172,8 @@ def cost_of(name: str, engine: ReplayedEngine, *, plain: bool) -> Callable[[Memo
     model = planned_model(name)
     if model.weights is None:
         raise InvalidInput(f"the weights of {name} cannot be estimated.", fix="give --prefill-rate and --decode-ms.")
-    weights, active = model.weights.bytes_on_rank(), _active_parameters(name, model)
+    weights = model.weights.bytes_on_rank()
+    active = active_parameters(ConfigReader(read_model_config(name)[0]), model.weights)
 
     def priced(plan: MemoryPlan) -> CostModel:
         groups = model.spec.groups(plan.page_size) if plain else plan.groups
@@ -198,18 +202,3 @@ def planned_rates(request: PlanRequest, plan: Plan, prompt_tokens: int, output_t
     running = max(1, min(request.max_running_requests, plan.memory.num_tokens // (prompt_tokens + output_tokens)))
     contexts = np.full(running, prompt_tokens + output_tokens // 2)
     return prompt_tokens / seconds, running / (cost.launch + cost.seconds(contexts - 1, contexts))
-
-
-def _active_parameters(name: str, model: PlannedModel) -> int:
-    """Parameters that one token uses: of routed experts, the selected ones."""
-    reader = ConfigReader(read_model_config(name)[0])
-    experts = reader.size("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts", default=0)
-    chosen = reader.size("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", default=experts)
-    assert model.weights is not None
-    routed = sum(
-        part.num_parameters
-        for layer in model.weights.layers
-        for part in layer
-        if part.module in ("experts", "experts_beside")
-    )
-    return model.weights.num_parameters - (routed - routed * chosen // experts if experts else 0)

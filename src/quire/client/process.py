@@ -62,6 +62,7 @@ from quire.errors import EngineDead, InvalidInput, QuireError
 from quire.observe.explain import Explanation
 from quire.offload.deletion import Flushed
 from quire.offload.retention import Granted, RetainedList
+from quire.spec.ending import Ending
 from quire.spec.events import Namespace
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class Verbs(Protocol):
     all."""
 
     def add(self, request: EngineRequest) -> Any: ...  # Later[bool] | None
+    def tell_ending(self, request_id: str, ending: Ending) -> bool: ...
     def counters(self) -> dict[str, Any]: ...
     def explain(self, request_id: str, owner: str | None) -> dict[str, Explanation]: ...
     def retain(self, request: RetainRequest) -> Granted: ...

@@ -20,6 +20,7 @@ from quire.settings.fields import (
     StepFields,
     TierFields,
     TransferFields,
+    WorthFields,
 )
 from quire.settings.setting import Bytes, Settings, Tokens, setting, shown_of
 from quire.spec.bundled import DEFAULT_MODEL, bundled_name
@@ -102,7 +103,7 @@ class ModelFields(Settings):
     )
 
 
-class CacheFields(Settings):
+class CacheFields(WorthFields):
     """What an engine keeps in its pools, for whom, and how it is checked."""
 
     GROUP: ClassVar[str] = MEMORY

@@ -20,6 +20,7 @@ from quire.canary.parts import AuditPart, HistoryPart
 from quire.counters import Section, declared_in, statistics_of
 from quire.engine.before_load import check_features
 from quire.engine.config import FLUSH_S, MOST_EPOCHS, EngineConfig, loading_options
+from quire.engine.cost_growth import cost_growth
 from quire.engine.counters import OPTIONAL_SECTIONS, EngineCounters, facts_of
 from quire.engine.device.device import largest_graph, open_device, plan_for, warm_ups_of
 from quire.engine.device.frame_staging import ComputeStream
@@ -32,7 +33,7 @@ from quire.engine.messages import EngineRequest, Later, Ready, RetainRequest, St
 from quire.engine.outline import Outline, outline_of
 from quire.engine.pooling import pooling_facts, pooling_parts, refuse_others
 from quire.engine.prompt_logprobs import prompt_parts
-from quire.engine.reporting import Reporting, explanation_parts, keeping_parts
+from quire.engine.reporting import Reporting, explanation_parts, keeping_parts, limit_of
 from quire.engine.request_times import time_parts
 from quire.engine.self_checks import check_parts
 from quire.engine.speculation import drafter_of, load_draft, sampler_of, speculation_parts
@@ -51,6 +52,7 @@ from quire.engine.transfer import connections_of, identity_of, open_transfer, tr
 from quire.errors import InvalidInput, QuireError
 from quire.grammar.part import PATIENCE_S
 from quire.loop import ForwardPart, Loop, Part
+from quire.loop.endings import EndingsPart
 from quire.memory.host_pool import Progress
 from quire.models.draft_head import LoadedHead
 from quire.models.hf import LoadedModel, load_model
@@ -65,6 +67,7 @@ from quire.plan.report import plan_as_dict
 from quire.scheduler.chunk_budget import chunk_budget
 from quire.scheduler.policy import scheduling_policy
 from quire.scheduler.scheduler import Scheduler
+from quire.spec.ending import Ending
 from quire.spec.events import Namespace
 from quire.speculative.part import Speculation
 from quire.speculative.speculator import Speculator
@@ -166,6 +169,7 @@ class EngineCore:
         self.cache = KVCache(
             self.plan,
             eviction=config.eviction,
+            cost_growth=cost_growth(config, self.model),
             share_prefixes=config.enable_prefix_caching,
             emit=self.events.append if self.events is not None else None,
             model_identity=self._identity(config.weights_epoch),
@@ -193,6 +197,7 @@ class EngineCore:
         self.drafter = drafter_of(self)
         self.grammars = grammars_of(self)
         self.reporting, self.explanations = Reporting(), Explanations()
+        self.endings = EndingsPart(limit_of)
         self.reports = Reports(config.canary_reports)
         self.history_part = HistoryPart(self.cache, self.scheduler, lambda: lower_frames(self))
         self.audits = AuditPart(self.cache, self.history_part, self.reports)
@@ -258,6 +263,10 @@ class EngineCore:
         """
         self.grammars.drop(request_id)
         self.loop.abort(request_id, stopped=stopped)
+
+    def tell_ending(self, request_id: str, ending: Ending) -> bool:
+        """How the output of a sequence ended, as its reader saw it (`EndingsPart.tell`)."""
+        return self.endings.tell(request_id, ending)
 
     @property
     def speculator(self) -> Speculator | None:
@@ -389,9 +398,8 @@ class EngineCore:
             ("attention", self.backend.counters()),
             ("", {"forward": self.model.forward_statistics()}),
         ]
-        graphs, eviction = self.runner.graphs, self.cache.tree.eviction_counters()
-        found = {"eviction": eviction, "cuda_graphs": graphs.counters() if graphs is not None else None}
-        return own + [(section, counted) for section, counted in found.items() if counted is not None]
+        graphs = self.runner.graphs
+        return own + ([("cuda_graphs", graphs.counters())] if graphs is not None else [])
 
     def explain(self, request_id: str, owner: str | None = None) -> dict[str, Explanation]:
         """Why no more of a request's prompt was cached (`Explanations.of`)."""

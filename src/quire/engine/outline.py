@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from quire.prefix.forecast import Forecast
 from quire.prefix.radix_cache import RadixCache
 
 MOST_NODES = 10_000
@@ -20,7 +22,8 @@ _MOST_BRANCHES = 32
 class Branch:
     """An edge with all below it. `parent` is the place of the branch that it is in, -1 for a root. `depth` pages are
     before its edge, which has `own_pages`. `pages` are of all, `device_pages` of these on the device; `hits` are
-    requests that ended in it, and `leases` are held in it now."""
+    requests that ended in it, and `leases` are held in it now. `kind` is what the eviction policy takes its edge for,
+    and by `chance` it is used again, mostly within `expected_s` seconds; None if the policy does not know."""
 
     parent: int
     namespace: int
@@ -31,6 +34,9 @@ class Branch:
     hits: int
     leases: int
     children: int
+    kind: str
+    chance: float | None
+    expected_s: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +93,7 @@ def outline_of(tree: RadixCache, most_nodes: int = MOST_NODES, most_branches: in
             depth=nodes[at].depth,
             own_pages=pages[at],
             children=len(nodes[at].children),
+            **_forecast(tree.policy.forecast(nodes[at])),
             **_counts(sums[:, at]),
         )
         for at in places
@@ -104,5 +111,11 @@ def outline_of(tree: RadixCache, most_nodes: int = MOST_NODES, most_branches: in
     )
 
 
-def _counts(sums: npt.NDArray[np.int64]) -> dict[str, int]:
+def _forecast(found: Forecast | None) -> dict[str, Any]:
+    if found is None:
+        return {"kind": "", "chance": None, "expected_s": None}
+    return {"kind": found.kind, "chance": round(found.chance, 3), "expected_s": round(found.seconds, 1)}
+
+
+def _counts(sums: npt.NDArray[np.int64]) -> dict[str, Any]:
     return dict(zip(("pages", "device_pages", "hits", "leases"), sums.tolist(), strict=True))

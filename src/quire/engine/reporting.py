@@ -16,6 +16,7 @@ from quire.observe.explain import Explanations
 from quire.offload.parts import RetentionPart
 from quire.scheduler.request import Request
 from quire.scheduler.step import Step
+from quire.spec.ending import Ending
 
 if TYPE_CHECKING:
     from quire.engine.core import EngineCore
@@ -97,7 +98,13 @@ def explanation_parts(engine: EngineCore) -> Iterator[Part]:
         yield ExplanationPart(engine.explanations, engine.reporting)
 
 
+def limit_of(request: Request) -> Ending | None:
+    """What the engine knows of how an output ended."""
+    return Ending.LENGTH if request.finish_reason == "length" else None
+
+
 def keeping_parts(engine: EngineCore) -> Iterator[Part]:
-    """The parts that end what callers keep: retentions and sessions."""
+    """The parts that end what callers keep: retentions and sessions. And what tells how outputs ended."""
+    yield engine.endings
     yield RetentionPart(engine.offload.retention)
     yield SessionsPart(engine.cache.sessions)

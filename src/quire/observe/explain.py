@@ -41,7 +41,8 @@ class Cause(StrEnum):
 class Reason:
     """Tokens `start .. start + tokens - 1` of a prompt and their cause. `by` and `seconds_ago` describe an eviction;
     of tokens that a peer was asked for, `by` is the peer. `tier` is where reused ones were: device, host, storage or
-    peer."""
+    peer. `kind` is what the eviction policy takes a prefix for that was used before: by `chance` such a one is used
+    again, and half of these uses come within `expected_s` seconds from now."""
 
     cause: Cause
     start: int
@@ -50,6 +51,9 @@ class Reason:
     by: str = ""
     seconds_ago: float | None = None
     tier: str = ""
+    kind: str = ""
+    chance: float | None = None
+    expected_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +111,16 @@ class Explanation:
         return {"prompt_tokens": self.prompt_tokens, "hit_tokens": self.hit_tokens, "reasons": reasons}
 
     def for_client(self) -> Explanation:
-        """The part that the prompt's client may see, without pages and evictions of other namespaces. Less than a page
+        """The part that the prompt's client may see, without pages and evictions of other namespaces, and without what
+        the policy has learned from others. Less than a page
         in common is omitted too: it would let a prompt be guessed token by token."""
         hidden = (Cause.NAMESPACE, Cause.PAGE, Cause.NEW)
+        plain = [replace(reason, kind="", chance=None, expected_s=None) for reason in self.reasons]
         known = tuple(
             replace(reason, by="", detail=f"evicted {reason.seconds_ago:.1f} s ago")
             if reason.cause is Cause.EVICTED
             else reason
-            for reason in self.reasons
+            for reason in plain
             if reason.cause not in hidden
         )
         at = sum(reason.tokens for reason in known)

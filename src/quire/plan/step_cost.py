@@ -55,6 +55,11 @@ class CostModel:
             total += seconds * int((np.minimum(contexts, most) if most else contexts).sum())
         return total
 
+    @property
+    def growth(self) -> float:
+        """What a token of a prompt costs more for each one before it, in parts of what the first one costs."""
+        return self.pair / self.token if self.token else 0.0
+
     def chunk_seconds(self, start: int, tokens: int) -> float:
         """What a chunk of a prompt, from token `start` on, adds to a step."""
         return tokens * (self.token + self.pair * (start + (tokens + 1) / 2))
@@ -115,6 +120,12 @@ def work_of(starts: Lengths, ends: Lengths, drafts: Lengths | int = 0) -> tuple[
     first = np.where(prompts, starts, known)
     # Token p of a prompt reads p + 1 keys: the sum over first..ends - 1 is a difference of triangles.
     return tokens, int((ends * (ends + 1) - first * (first + 1)).sum()) // 2, known[~prompts]
+
+
+def growth_of(spec: ModelSpec, active_parameters: int) -> float:
+    """As `CostModel.growth`, in floating-point operations."""
+    full, windowed = _pair_flops(spec)
+    return full / (2 * active_parameters + windowed)
 
 
 def _pair_flops(spec: ModelSpec) -> tuple[float, float]:

@@ -10,13 +10,19 @@ from itertools import count
 
 import numpy as np
 
+from quire.counters import counter
 from quire.prefix.endings import CLASSES, Endings
+from quire.prefix.forecast import Forecast
 from quire.prefix.node import Node, Returned
 from quire.prefix.policy import EvictionPolicy
 from quire.prefix.stay_table import StayTable
+from quire.spec.ending import Ending
 
 KINDS = 16  # kinds of each ending, and of shared prompts
-SHARED_KINDS = CLASSES * KINDS
+TOLD = {ending: CLASSES + at for at, ending in enumerate(Ending)}
+"""Groups of kinds of endings that are told. Those before are classes of last tokens (`Endings`)."""
+GROUPS = CLASSES + len(TOLD)  # those of all endings
+SHARED_KINDS = GROUPS * KINDS
 """Kinds of shared prompts begin here."""
 SHARED = 2  # requests that go on from one end in different ways: it is a shared prompt then
 SUPERSEDED = 0.3  # worth of a path whose conversation has left it, as a part of its kind's
@@ -35,17 +41,31 @@ class Stay:
     pace: float = 0.0  # mean logarithm of the seconds between the begins of turns, the last ones first
     num_pages: int = 0  # pages of the path
     uses: int = 0  # requests that went on from this very end
+    told: int = 0  # group of kinds of its ending; 0: it is not told
     kind: int = -1  # -1: the request runs
     number: int = -1  # in the table; -1: it is not counted, or is over
     slot: int = -1  # slot of the last of its nodes that was a candidate
     is_superseded: bool = False
 
 
+@dataclass(kw_only=True)
+class DensityCounters:
+    """What was told to the policy."""
+
+    told_endings: dict[str, int] = counter(
+        "Outputs whose ending was told to the eviction policy.",
+        "ending",
+        known=tuple(Ending),
+        start=lambda: dict.fromkeys(map(str, Ending), 0),
+    )
+
+
 class HitDensity(EvictionPolicy):
     """A *stay* begins with a request, and ends when its path, cached or evicted, is used again. Its kind is known when
-    the request ends: the last token generated, the turn, and the number of tokens generated, with the pace of turns
-    from the second on. The end of a shared prompt, from which several requests went on, has stays of its own, whose
-    kind is the number of these. `StayTable` has, for each kind, what a leaf is worth at an age in seconds.
+    the request ends: how the output ended, if it is told, else its last token; the turn; and the number of tokens
+    generated, with the pace of turns from the second on. The end of a shared prompt, from which several requests went
+    on, has stays of its own, whose kind is the number of these. `StayTable` has, for each kind, what a leaf is worth at
+    an age in seconds.
 
     Candidates have slots in arrays. Every few requests the worst are chosen, from all or, if there are many, from a
     window that moves on. A new candidate that is worse joins them. So a victim costs one `pop`.
@@ -54,14 +74,16 @@ class HitDensity(EvictionPolicy):
     def __init__(self) -> None:
         self._seconds: Callable[[], float] = lambda: 0.0
         self._endings = Endings()
-        self._table = StayTable(CLASSES + 1, KINDS)
+        self._counters = DensityCounters()
+        self._growth = 0.0
+        self._table = StayTable(GROUPS + 1, KINDS)
         self._tickets = count(1)
         self._slots: list[tuple[int, Node] | None] = []  # tickets, and nodes that are candidates if they have them
         self._free: list[int] = []
         self._next_check = 0
         self._kinds = np.full(64, -1)  # kinds by slot, -1 if it is free; the next two are by slot, too
         self._since = np.zeros(64)
-        self._parts = np.ones(64)  # SUPERSEDED or 1
+        self._parts = np.ones(64)  # SUPERSEDED or 1, times what its last page costs to compute
         self._worst: list[tuple[float, int, int]] = []  # minus worth, slot, ticket; the worst last
         self._window = 0
         self._num_requests = self._rank_at = 0
@@ -69,6 +91,9 @@ class HitDensity(EvictionPolicy):
 
     def timed_by(self, seconds: Callable[[], float]) -> None:
         self._seconds = seconds
+
+    def priced_by(self, growth: float) -> None:
+        self._growth = growth
 
     # -- learning
 
@@ -126,9 +151,13 @@ class HitDensity(EvictionPolicy):
 
     def _supersede(self, stay: Stay) -> None:
         """A conversation has left a path."""
+        if not stay.is_superseded and self._has_slot(stay):
+            self._parts[stay.slot] *= SUPERSEDED
         stay.is_superseded = True
-        if (entry := self._slots[stay.slot] if stay.slot >= 0 else None) is not None and entry[1].memo is stay:
-            self._parts[stay.slot] = SUPERSEDED
+
+    def _has_slot(self, stay: Stay) -> bool:
+        """Whether a node of a stay is in its slot."""
+        return stay.slot >= 0 and (entry := self._slots[stay.slot]) is not None and entry[1].memo is stay
 
     def _not_shared(self, stay: Stay | None, uses: int) -> None:
         """So many requests went on from an end, fewer than it seemed."""
@@ -150,8 +179,29 @@ class HitDensity(EvictionPolicy):
         else:
             slow = 0.33 * stay.pace + 0.32 * math.log(node.answer + 1)
             kind = 4 * min(3, stay.turn - 1) + (slow >= 2.4) + (slow >= 2.8) + (slow >= 3.2)
-        stay.kind = ending * KINDS + kind
+        stay.kind = (stay.told or ending) * KINDS + kind
         stay.number = self._table.begin(stay.kind, stay.since, self._seconds())
+
+    def told(self, memo: object, ending: Ending) -> None:
+        if not isinstance(memo, Stay) or memo.kind >= SHARED_KINDS:
+            return
+        self._counters.told_endings[ending] += 1
+        memo.told = TOLD[ending]
+        if memo.kind >= 0:  # its request has ended: until now its last token said how
+            memo.kind = memo.told * KINDS + memo.kind % KINDS
+            if memo.number >= 0:
+                self._table.change(memo.number, memo.kind)
+            if self._has_slot(memo):
+                self._kinds[memo.slot] = memo.kind
+
+    def counters(self) -> DensityCounters:
+        return self._counters
+
+    def forecast(self, node: Node) -> Forecast | None:
+        stay = _stay(node)
+        if stay is None or stay.kind < 0:
+            return None
+        return Forecast(_named(stay), *self._table.outlook(stay.kind, self._seconds() - stay.since))
 
     # -- choosing
 
@@ -165,7 +215,8 @@ class HitDensity(EvictionPolicy):
         node.ticket = ticket = next(self._tickets)
         self._slots[slot], stay.slot = (ticket, node), slot
         self._kinds[slot], self._since[slot] = stay.kind, stay.since
-        self._parts[slot] = part = SUPERSEDED if stay.is_superseded else 1.0
+        part = (SUPERSEDED if stay.is_superseded else 1.0) * (1 + self._growth * (node.depth + node.num_pages))
+        self._parts[slot] = part
         if 0 < len(self._worst) < MOST_RANKED:
             loss = -part * self._table.of(stay.kind, self._seconds() - stay.since)
             if loss >= self._worst[0][0]:
@@ -232,3 +283,16 @@ class HitDensity(EvictionPolicy):
 
 def _stay(node: Node) -> Stay | None:
     return node.memo if isinstance(node.memo, Stay) else None
+
+
+def _named(stay: Stay) -> str:
+    """The kind of a stay in words."""
+    group, kind = divmod(stay.kind, KINDS)
+    if group == GROUPS:
+        return f"a prompt that {stay.uses} requests went on from"
+    ending = next(
+        (f"ended: {name}" for name, at in TOLD.items() if at == group), f"ended as class {group} of last tokens"
+    )
+    turn, pace = divmod(kind, 4)
+    told = ("short", "medium", "long", "very long") if not turn else ("quick", "steady", "slow", "very slow")
+    return f"turn {turn + 1}{'+' * (turn == 3)}, {told[pace]}, {ending if group else 'ending unknown'}"

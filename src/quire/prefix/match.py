@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.prefix.node import ID_BYTES, TOKEN_BYTES, Eviction, Node, common_pages, join_ids
+from quire.prefix.node import ID_BYTES, TOKEN_BYTES, Node, common_pages, join_ids
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 
@@ -109,11 +109,11 @@ def _begins_with(tokens: Ids, key: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """`evicted` counts the pages that follow the match, in runs of one eviction each. `common` tokens after these, less
+    """`evicted` counts the pages that follow the match, by evicted edge. `common` tokens after these, less
     than a page, equal the start of a page that is or was cached there. `elsewhere` is the other namespace that caches
     most of the prompt, and the number of pages; None if no other namespace has its first page."""
 
-    evicted: tuple[tuple[int, Eviction], ...]
+    evicted: tuple[tuple[int, Node], ...]
     common: int
     elsewhere: tuple[Namespace, int] | None
 
@@ -128,16 +128,15 @@ def find_divergence(roots: Mapping[Namespace, Node], match: Match, tokens: Ids, 
     if end is not None and data in end.evicted:
         data = rest.tobytes()
     at = 0
-    evicted: list[tuple[int, Eviction]] = []
+    evicted: list[tuple[int, Node]] = []
     node = end
     while node is not None:
         edge = node.evicted.get(data[at : at + unit])
         if edge is None:
             next_pages += islice(node.evicted, _MOST_COMPARED)
             break
-        assert edge.eviction is not None
         common = common_pages(data, at, edge.key, unit)
-        evicted.append((common // unit, edge.eviction))
+        evicted.append((common // unit, edge))
         at += common
         next_pages = [] if common == len(edge.key) else [edge.key[common : common + unit]]
         node = end = edge if common == len(edge.key) else None

@@ -5,7 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 
+from quire.prefix.forecast import Forecast
 from quire.prefix.node import Node, Returned
+from quire.spec.ending import Ending
 
 
 class EvictionPolicy(ABC):
@@ -15,12 +17,16 @@ class EvictionPolicy(ABC):
         lease on a hit        used(end of the leased path)
         insert                stored(leaf, its new pages, the evicted edges that it caches again)
         last lease released   offered(leaf)
+        its reader says how   told(memo of its end, ending); it may come before
         pages are needed      victim(); then the rest of the leaf is offered again, or
                               merged(leaf, parent), and the parent is offered if it is a leaf now
     """
 
     def timed_by(self, seconds: Callable[[], float]) -> None:  # noqa: B027
         """The tree's clock, before any other call."""
+
+    def priced_by(self, growth: float) -> None:  # noqa: B027
+        """Page n of a path costs `1 + n * growth` times the first to compute. By default all cost the same."""
 
     def used(self, node: Node) -> None:  # noqa: B027 - most policies ignore it
         """A request begins on a hit that ends at this node. `last_used` and `hits` already include it."""
@@ -31,6 +37,13 @@ class EvictionPolicy(ABC):
     def merged(self, child: Node, parent: Node) -> None:  # noqa: B027
         """The last page of `child` is evicted. `last_used` and `hits` of `parent` do not include the child's yet."""
 
+    def told(self, memo: object, ending: Ending) -> None:  # noqa: B027
+        """How the output of a request ended, whose last node had this memo then."""
+
+    def forecast(self, node: Node) -> Forecast | None:
+        """When a node, cached or evicted, is expected to be used again; None if the policy does not know. O(1)."""
+        return None
+
     @abstractmethod
     def offered(self, node: Node) -> None:
         """The node is a leaf without leases: a candidate until the tree sets its `ticket` to 0."""
@@ -40,7 +53,7 @@ class EvictionPolicy(ABC):
         """Remove and return the first candidate; None if there is none."""
 
     def counters(self) -> object | None:
-        """Counters of a policy that compares itself with another."""
+        """Counters of the policy, if it has any (`quire.counters`)."""
         return None
 
     @abstractmethod

@@ -75,7 +75,7 @@ class RadixCache:
         self.longest_grown = 1 << 16  # bytes: above these a child is added, since to lengthen an edge copies it
         self.page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
-        self._policy = policy
+        self.policy = policy
         policy.timed_by(seconds)
         self.names = PageNames(self._page_bytes, identity, emit, num_named)
         self._seconds = seconds
@@ -133,7 +133,7 @@ class RadixCache:
         node.hits += 1
         node.priority = max(node.priority, priority)
         used_by(node, user)
-        self._policy.used(node)
+        self.policy.used(node)
         self._levels.hold(node)
         return Lease(node, wanted, priority, node.turn + 1, user=user)
 
@@ -144,7 +144,7 @@ class RadixCache:
         node.last_used = self._clock
         node.hits += 1
         node.priority = max(node.priority, priority)
-        self._policy.used(node)
+        self.policy.used(node)
         lease.priority, lease.turn = priority, node.turn + 1
 
     def release(self, lease: Lease) -> None:
@@ -196,13 +196,15 @@ class RadixCache:
         next call of the tree. No page comes to the device or counts as used."""
         return self._grow(lease, tokens, pages, here=False)[1]
 
-    def ended(self, lease: Lease, tail: Ids, num_generated: int) -> None:
-        """The request of a lease has ended with `tail`, less than a page of tokens, after the leased path."""
+    def ended(self, lease: Lease, tail: Ids, num_generated: int) -> object | None:
+        """The request of a lease has ended with `tail`, less than a page of tokens, after the leased path. Returns what
+        the policy has of it (`EvictionPolicy.told`)."""
         node = lease.node
         node.answer = max(0, num_generated)
         node.ending = (tail.tobytes() or node.key)[-TOKEN_BYTES:] if num_generated > 0 else b""
         if self.evicted.capacity:
             node.tail = tail.tobytes()
+        return node.memo
 
     def end(self, user: User) -> None:
         """No request of this user follows: nodes that it alone has used are the first to be evicted, from now on or
@@ -346,10 +348,6 @@ class RadixCache:
         """All roots, with those of flushed namespaces that are still in use."""
         return [*self.roots.values(), *self.hidden_roots]
 
-    def eviction_counters(self) -> object | None:
-        """Counters of the policy, if it has any."""
-        return self._policy.counters()
-
     def queued(self, tier: Tier = Tier.DEVICE) -> set[Node]:
         """Nodes that could be evicted from a tier. O(entries of its queues)."""
         return set(self._tiers.candidates() if tier is Tier.DEVICE else self._tiers.copies)
@@ -386,7 +384,7 @@ class RadixCache:
         depth = at // page_bytes
         if here and depth:
             used_by(node, lease.user)
-            self._policy.used(node)
+            self.policy.used(node)
         if at < len(data):
             runs.append(pages[depth:].tobytes())
             node = self._append(node, lease, data[at:], runs[-1], here=here)
@@ -439,7 +437,7 @@ class RadixCache:
         node.run += run
         node.tail = node.ending = b""
         self._levels.num_held[1] += count
-        self._policy.stored(node, count, [])
+        self.policy.stored(node, count, [])
         return node
 
     def _add_nodes(self, node: Node, lease: Lease, data: bytes, run: bytes, tier: Tier) -> Node:
@@ -459,7 +457,7 @@ class RadixCache:
                     used_by(leaf, None)
             self.names.appended(leaf, node, leaf.key, leaf.run, tier)
             node.children[leaf.key[: self._page_bytes]] = leaf
-            self._policy.stored(leaf, leaf.num_pages, returned)
+            self.policy.stored(leaf, leaf.num_pages, returned)
             node, data, run = leaf, data[size:], run[pages:]
         return node
 
@@ -495,7 +493,7 @@ class RadixCache:
         if self.evicted.capacity:
             node.eviction = eviction
             self.evicted.add(node, parent)
-        self._policy.merged(node, parent)
+        self.policy.merged(node, parent)
         parent.hits += node.hits
         parent.last_used = max(parent.last_used, node.last_used)
         parent.priority = max(parent.priority, node.priority)
@@ -573,7 +571,7 @@ class RadixCache:
         self.num_below += node.num_pages
         self.names.tell(PagesRemoved, node, 0, node.num_pages, Tier.DEVICE)
         leave(node.pages)
-        self._policy.merged(node, parent)
+        self.policy.merged(node, parent)
         parent.last_used = max(parent.last_used, node.last_used)
         parent.priority = max(parent.priority, node.priority)
         self.offer(parent)

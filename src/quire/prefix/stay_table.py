@@ -61,6 +61,11 @@ class StayTable:
             self._ended[kind, int(_place(now - float(self._begins[place])))] += 1
             self._kinds[place] = -1
 
+    def change(self, number: int, kind: int) -> None:
+        """A stay, if it is still open, is of this kind."""
+        if number >= self._begun - OPEN and self._kinds[number % OPEN] >= 0:
+            self._kinds[number % OPEN] = kind
+
     def drop(self, number: int) -> None:
         """A stay was none."""
         if number >= self._begun - OPEN:
@@ -103,6 +108,12 @@ class StayTable:
         at = _place(age)
         low, row = int(at), self._worth[kind]
         return float(row[low] + (at - low) * (row[low + 1] - row[low]))
+
+    def outlook(self, kind: int, age: float) -> tuple[float, float]:
+        """The chance of a use until the last age, and the seconds from now in which half of such uses come."""
+        low = int(_place(age))
+        used = 1 - np.append(1.0, (1 - self._hazards[kind, low:]).cumprod())
+        return float(used[-1]), max(0.0, float(np.interp(used[-1] / 2, used, _EDGES[low:])) - age)
 
     def of_all(self, kinds: NDArray[np.int64], ages: Floats) -> Floats:
         """What leaves [leaves] are worth."""

@@ -24,6 +24,7 @@ from quire.routing.page_index import PageIndex
 from quire.routing.relay import passed_on
 from quire.routing.upstream import Preference, Upstream, preference_of
 from quire.serve.journal import TOKENS, PromptTokens
+from quire.serve.session_header import SESSION
 from quire.spec.events import Namespace
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class Chooser:
 
     async def choice(self, request: Request, body: bytes, upstreams: Sequence[Upstream]) -> Preference:
         """For a request with this body."""
-        return preference_of(body)
+        return preference_of(body, request.headers.get(SESSION, ""))
 
     async def watch(self, upstreams: Callable[[], Sequence[Upstream]]) -> None:
         """Learn of servers, which come and go, until cancelled."""
@@ -82,7 +83,7 @@ class EventChooser(Chooser):
         self._places: dict[tuple[str, str], int] = {}  # key: the addresses of an engine's events
 
     async def choice(self, request: Request, body: bytes, upstreams: Sequence[Upstream]) -> Preference:
-        found = preference_of(body)
+        found = preference_of(body, request.headers.get(SESSION, ""))
         first = next(iter(found.order(upstreams)), None)
         if first is None or not first.secret or self._index is None or request.method != "POST" or found.stays:
             return found

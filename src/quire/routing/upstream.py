@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -80,16 +81,16 @@ class _BodyStart(msgspec.Struct):
 _BODY = msgspec.json.Decoder(_BodyStart)
 
 
-def beginning(body: bytes) -> bytes:
+def beginning(body: bytes, header: str = "") -> bytes:
     """What requests with the same beginning have in common: the first bytes of the prompt, or of each message up to the
-    first of the user, so that all turns of a conversation have the same; and the salt. Turns of a session have its
-    name in common instead."""
+    first of the user, so that all turns of a conversation have the same; and the salt. Turns of a session, which the
+    body or the header names, have its name in common instead."""
     try:
         found = _BODY.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return b""  # any server refuses it
-    if bytes(found.session_id).startswith(b'"'):
-        return bytes(found.cache_salt)[:_KEY_BYTES] + b"\0" + bytes(found.session_id)[:_KEY_BYTES]
+    if named := _session(found, header):
+        return bytes(found.cache_salt)[:_KEY_BYTES] + b"\0" + named[:_KEY_BYTES]
     parts = [found.cache_salt, found.prompt or found.prompt_token_ids, found.instructions]
     given = [found.input] if isinstance(found.input, str) else found.input
     for message in found.messages or given:
@@ -138,8 +139,14 @@ class Preference:
         return {"why": "share" if upstream is not first else "session" if self.stays else "beginning"}
 
 
-def preference_of(body: bytes) -> Preference:
-    """That of a request with this body, by its beginning."""
+def preference_of(body: bytes, header: str = "") -> Preference:
+    """That of a request with this body, by its beginning. A session may be named in this `header` instead."""
     with suppress(msgspec.MsgspecError, ValueError, RecursionError):
-        return Preference(beginning(body), stays=bytes(_BODY.decode(body).session_id).startswith(b'"'))
+        return Preference(beginning(body, header), stays=bool(_session(_BODY.decode(body), header)))
     return Preference(b"")
+
+
+def _session(found: _BodyStart, header: str) -> bytes:
+    """The session that a body or a header names, as JSON has it; or nothing."""
+    named, name = bytes(found.session_id), header.partition(";")[0].strip()
+    return named if named.startswith(b'"') else json.dumps(name).encode() if name else b""

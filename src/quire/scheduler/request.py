@@ -117,6 +117,7 @@ class Request:
         self.wait_reason = "has not been considered yet"
         self.finish_reason: str | None = None
         self.stop_token: int | None = None
+        self.end: object | None = None  # what the eviction policy has of it, when it has ended
         self._tokens: Ids = np.concatenate((prompt, begun.tokens()), dtype=np.int32)
         counts = (len(self._tokens), 0, 0, 0, begun.num_draft_tokens, begun.num_accepted_tokens)
         self._lengths: Lengths = np.array(counts, dtype=np.int64)

@@ -554,6 +554,7 @@ class Scheduler:
                 self._cache.finish(kv, request.tokens[:settled])
             else:
                 request.grant = self._cache.sessions.end(request.turn, kv, request.tokens, settled, launched)
+            request.end = kv.end
         else:
             self._wait_no_more(request)
             if request.turn is not None:

@@ -195,13 +195,17 @@ class MessageChoices(ChoiceForm):
         self._reader = reader
         self._readers: dict[int, AnswerReader] = {}  # key: choice, from its first chunk on
 
+    def reader_of(self, index: int) -> AnswerReader | None:
+        """The reader of a choice; None if there was nothing to read."""
+        return self._readers.get(index)
+
     def whole(self, generation: Generation, outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
         """Also log-probabilities of the prompt, if they were asked for."""
         return super().whole(generation, outputs) | _prompt_logprobs(outputs[0])
 
     def content(self, index: int, part: CompletionOutput) -> dict[str, object]:
         """The message."""
-        reader = self._reader()
+        reader = self._readers[index] = self._reader()
         found = ReadAnswer.of(reader.whole(part.text))
         message: dict[str, object] = {"role": "assistant", "content": found.content, "refusal": None}
         if found.reasoning:

@@ -22,7 +22,7 @@ def completions_router(service: Service) -> APIRouter:
     @router.post("/v1/completions", response_model=None, responses=generated(CompletionAnswer))
     async def complete(body: CompletionBody, request: Request) -> Response:
         service.check(body)
-        form, terms = TextChoices(body), body.terms(service.deadline(body.timeout_s))
+        form, terms = TextChoices(body), service.terms(request, body)
         prompts: list[Prompt] = list(body.prompts())
         if body.truncate_prompt_tokens is not None:
             async with by(terms.deadline):

@@ -9,7 +9,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -35,11 +35,13 @@ from quire.serve.journal import NO_JOURNAL, NoJournal, PromptTokens, journal_of
 from quire.serve.keys import Client, not_allowed
 from quire.serve.live import Live
 from quire.serve.places import PromptPlaces
-from quire.serve.protocol import MAX_CHOICES, ModelBody
+from quire.serve.protocol import MAX_CHOICES, ModelBody, RequestBody
+from quire.serve.session_header import session_named
 from quire.serve.shares import OpenSequences, Shares
 from quire.serve.sse import DONE, EventStream, json_answer, while_connected
 from quire.serve.texts import PromptTexts
 from quire.serve.tracing import Tracing
+from quire.spec.ending import Ending
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 
@@ -81,6 +83,24 @@ class Service:
         """When, by the event loop's clock, a request that came now must be answered."""
         limits = [each for each in (timeout_s, self.request_timeout_s) if each is not None]
         return asyncio.get_running_loop().time() + min(limits) if limits else None
+
+    def terms(self, request: Request, body: RequestBody) -> Terms:
+        """How a body is served, with the session that the request's header names."""
+        terms = body.terms(self.deadline(body.timeout_s))
+        session_id, is_last = session_named(request.headers, terms.session_id)
+        return replace(terms, session_id=session_id, last_turn=terms.last_turn or is_last)
+
+    def begin(self, work: Coroutine[Any, Any, object], failure: str) -> None:
+        """Work that follows an answer, which does not wait for it. That it failed is logged."""
+
+        def done(task: asyncio.Task[object]) -> None:
+            self.after.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                logger.warning("%s: %s", failure, error)
+
+        task = asyncio.get_running_loop().create_task(work)
+        self.after.add(task)
+        task.add_done_callback(done)
 
     def check(self, body: ModelBody) -> None:
         """Refuse a model that is not served, and what `body` refuses."""
@@ -125,7 +145,7 @@ class ChatTurn:
     async def of(cls, service: Service, request: Request, body: ModelBody, conversation: Conversation) -> ChatTurn:
         """Render the prompt, until the client leaves, or the deadline. Raises what `Conversation.rendered` does, and
         InvalidInput without a tokenizer."""
-        terms = body.terms(service.deadline(body.timeout_s))
+        terms = service.terms(request, body)
         tokenising, salt = service.tokenising, request.state.client.salt(terms.cache_salt)
         async with by(terms.deadline):
             prompt = await while_connected(request.receive, conversation.rendered(tokenising, salt))
@@ -157,6 +177,10 @@ class AnswerForm(ABC):
 
     places: Callable[[int], Sequence[str]] = staticmethod(lambda token: ())
     """The items of the client's conversation at a token of its prompt."""
+
+    def reader_of(self, index: int) -> AnswerReader | None:
+        """What has read the text of a choice to its end, if that is read."""
+        return None
 
     @abstractmethod
     def whole(self, generation: Generation, outputs: Sequence[CompletionOutput]) -> Any:
@@ -244,7 +268,9 @@ async def answer(
             return json_answer(form.whole(generation, generation.outputs()), headers)
 
         is_scored = params.logprobs is not None or params.prompt_logprobs is not None
-        return await asyncio.to_thread(whole) if is_scored else whole()
+        response = await asyncio.to_thread(whole) if is_scored else whole()
+        generation.tell_endings(form)
+        return response
     finally:
         generation.close()
 
@@ -264,6 +290,7 @@ async def _events(
         async for found in generation.deltas():
             events = await asyncio.to_thread(shown, found) if is_scored else shown(found)
             yield events + journal.after(found)
+        generation.tell_endings(form)
         yield form.end(generation) + journal.last()
     except Exception as caught:
         error = caught if isinstance(caught, QuireError) else defect(caught)
@@ -450,6 +477,16 @@ class Generation:
                 "rejected_prediction_tokens": drafted - accepted,
             }
         return found
+
+    def tell_endings(self, form: AnswerForm) -> None:
+        """Tell the engine which outputs have called tools and which have not, where a reader looked for calls."""
+        ids = [request_id for request in self._requests for request_id in request.sequences]
+        for index, (request_id, each) in enumerate(zip(ids, self._sequences(), strict=True)):
+            reader = form.reader_of(index)
+            if reader is not None and not reader.is_plain and each.finish_reason == "stop":
+                ending = Ending.TOOL if reader.num_calls else Ending.ANSWER
+                telling = self.engine.ask(Core.tell_ending, request_id, ending)
+                self._service.begin(telling, "the engine was not told how an output ended")
 
     def close(self) -> None:
         """Abort what still runs, and record what became of the request. Idempotent."""

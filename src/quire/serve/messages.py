@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import logging
 import math
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +15,6 @@ from starlette.responses import Response
 from quire.client.output import CompletionOutput, SequenceDelta
 from quire.client.tokenising import Rendered, Tokenising
 from quire.errors import QuireError
-from quire.offload.retention import Granted
 from quire.serve.answer_blocks import AnswerBlocks, Event
 from quire.serve.answer_reader import AnswerReader, CallBegun, Content, Piece, Reasoning
 from quire.serve.answers import MessageAnswer, MessageError, MessageUsage, TokenCount, failures, generated
@@ -27,8 +24,6 @@ from quire.serve.generation import AnswerForm, ChatTurn, Generation, Service, an
 from quire.serve.keys import Client
 from quire.serve.messages_protocol import CountBody, MessagesBody
 from quire.serve.sse import EventTemplate, event
-
-logger = logging.getLogger(__name__)
 
 SIGNATURE = "quire"
 """Signature of each block of thinking: clients send back no block without one. It signs nothing."""
@@ -67,15 +62,7 @@ def _begin_retention(service: Service, client: Client, turn: ChatTurn, seconds: 
     retaining = service.engine.retain(
         turn.prompt.token_ids, ttl_seconds=seconds, salt=client.salt(turn.terms.cache_salt), owner=client.owner
     )
-
-    def done(task: asyncio.Task[Granted]) -> None:
-        service.after.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.warning("a prompt with cache_control is not retained: %s", error)
-
-    task = asyncio.get_running_loop().create_task(retaining)
-    service.after.add(task)
-    task.add_done_callback(done)
+    service.begin(retaining, "a prompt with cache_control is not retained")
 
 
 def _check_thinking(body: MessagesBody, tokenising: Tokenising, prompt: Rendered) -> None:
@@ -99,6 +86,10 @@ class MessageForm(AnswerForm):
         self._template: EventTemplate | None = None  # for deltas that add text and nothing else
         self._last: SequenceDelta | None = None
         self.at_end: Callable[[], None] = lambda: None
+
+    def reader_of(self, index: int) -> AnswerReader:
+        """The one reader."""
+        return self._reader
 
     def whole(self, generation: Generation, outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
         """The message."""

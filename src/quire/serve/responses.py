@@ -85,6 +85,10 @@ class ResponseForm(AnswerForm):
         self._last: CompletionOutput | None = None
         self._num_events = 0
 
+    def reader_of(self, index: int) -> AnswerReader:
+        """The one reader."""
+        return self._reader
+
     def whole(self, generation: Generation, outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
         """The answer."""
         [part] = outputs

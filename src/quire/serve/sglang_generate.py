@@ -146,7 +146,7 @@ def generate_router(service: Service) -> APIRouter:
         """Continues one prompt, as SGLang's."""
         body.check()
         params = body.sampling_params.params(0 if body.return_logprob else None)
-        terms = body.terms(service.deadline(body.timeout_s))
+        terms = service.terms(request, body)
         return await answer(service, request, [body.prompt()], params, terms, GenerateForm(), stream=body.stream)
 
     return router

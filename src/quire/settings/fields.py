@@ -121,6 +121,17 @@ class HiSparseFields(Settings):
     )
 
 
+class WorthFields(Settings):
+    """What eviction keeps pages for."""
+
+    GROUP: ClassVar[str] = MEMORY
+
+    eviction_worth: Literal["tokens", "flops"] = setting(
+        "tokens",
+        "What density keeps pages for: {choices}. With flops the ends of long prompts stay longer: they cost most.",
+    )
+
+
 class ArenaFields(Settings):
     """Memory that groups of a model share."""
 

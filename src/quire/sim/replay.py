@@ -15,6 +15,7 @@ from quire.cache import KVCache
 from quire.counters import plain
 from quire.errors import InvalidInput, QuireError
 from quire.loop import Loop, Part
+from quire.loop.endings import EndingsPart
 from quire.offload import Offloads, offload_of
 from quire.plan.budget import MemoryPlan
 from quire.plan.step_cost import CostModel
@@ -28,7 +29,7 @@ from quire.sim.device import SimulatedDevice, frames_of
 from quire.sim.hisparse import SimulatedHiSparse, virtual_buffers
 from quire.sim.recorder import Recorder
 from quire.sim.result import ReplayResult, percentiles
-from quire.sim.scripts import ScriptedRequest
+from quire.sim.scripts import ScriptedRequest, ending_of
 from quire.sim.speculation import simulated_drafts
 from quire.sim.tier_settings import SimulatedTiers
 from quire.sim.tiers import lower_tiers
@@ -46,7 +47,8 @@ class ReplaySettings:
     """The engine's settings: the eviction policy, the order of waiting requests, the tokens of one step, whether a step
     is launched before the one before it has settled, the time between tokens that prompts are chunked for, what is
     checked, whether each record says why no more of its prompt was cached, the lower tiers, and the selections of hot
-    buffers. `acceptance` is the chance of a draft to be right, if the plan has speculation; None: as recorded."""
+    buffers. `acceptance` is the chance of a draft to be right, if the plan has speculation; None: as recorded.
+    `eviction_worth` is what pages are kept for: tokens, or flops. `endings` are told to the policy, or hidden."""
 
     policy: str = DEFAULT_POLICY
     order: str = "fcfs"
@@ -59,6 +61,8 @@ class ReplaySettings:
     tiers: SimulatedTiers | None = None
     hisparse: SimulatedHiSparse | None = None
     acceptance: float | None = None
+    eviction_worth: str = "tokens"
+    endings: str = "hidden"
 
     def __post_init__(self) -> None:
         if self.check not in CHECKS:
@@ -132,6 +136,7 @@ class Replay:
         self.cache = KVCache(
             plan,
             eviction=settings.policy,
+            cost_growth=cost.growth if settings.eviction_worth == "flops" else 0.0,
             checkpoint_interval=settings.checkpoint_interval,
             explains=settings.explain,
             seconds=lambda: self.clock.now,
@@ -167,7 +172,8 @@ class Replay:
         )
         self._waits = Waits(self.clock, self.scheduler, [lambda: self.tiers.next_end, *events])
         self._waits.arrives = lambda: self._arrivals.next_time
-        own = [*self.drafts, self._waits, *parts, self.recorder]
+        told = [EndingsPart(ending_of)] if settings.endings == "told" else []
+        own = [*self.drafts, self._waits, *told, *parts, self.recorder]
         self.loop = Loop(
             self.scheduler, self.cache, device, own, overlaps=settings.overlap, seconds=lambda: self.clock.now
         )

@@ -16,6 +16,7 @@ from quire.scheduler.request import Request
 from quire.scheduler.sampling_params import SamplingParams
 from quire.scheduler.step import Step, StepRows
 from quire.sim.trace_request import Hashes, PrefixHasher, TraceRequest, page_digests
+from quire.spec.ending import Ending
 from quire.spec.ids import Ids
 
 _FEW_PAGES = 16384
@@ -46,10 +47,19 @@ class ScriptedRequest(Request):
         self.session = request.session
         self.abort_after = request.abort_after
         self.acceptance = request.acceptance
+        self.calls_tool = request.calls_tool
         self.arrived = arrived
         self.admitted: float | None = None
         self.first_token: float | None = None
         self.finished: float | None = None
+
+
+def ending_of(request: Request) -> Ending | None:
+    """How its output ends, if the trace says so."""
+    [found] = scripted([request])
+    if found.calls_tool is None:
+        return None
+    return Ending.TOOL if found.calls_tool else Ending.ANSWER
 
 
 def scripted(requests: Iterable[Request]) -> list[ScriptedRequest]:

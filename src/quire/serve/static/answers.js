@@ -1,6 +1,6 @@
 // What the engine answers when a button asks: its tree, and another plan.
 
-import { bar, bytes, clock, count, make, share, table } from "./dom.js";
+import { bar, bytes, clock, count, expected, make, share, table } from "./dom.js";
 import { DISTINCT, ledgerBars } from "./parts.js";
 
 // Prefixes one inside the other, or those with most of what `order` names first.
@@ -17,10 +17,10 @@ export function treeTold({ branches, namespaces, num_nodes: nodes, whole, page_s
     make("p", {}, `${count(nodes)} edges${whole ? "" : " near the roots, of more"}, ${count(all)} pages of ${count(size)} tokens.`),
     make("h3", {}, "Pages by namespace"), ...bar("Pages by namespace", parts),
     table("Namespaces", ["namespace", "pages", "on the device", "hits", "in use by"], most.map((each) => [name(each), ...counts(each)])),
-    table(order ? `Prefixes, those with most ${order} first` : "Prefixes, each inside the one above it", ["tokens of the prefix", "pages with all below", "share", "on the device", "hits", "in use by", "go on in", "namespace"],
+    table(order ? `Prefixes, those with most ${order} first` : "Prefixes, each inside the one above it", ["tokens of the prefix", "pages with all below", "share", "on the device", "hits", "in use by", "go on in", "namespace", "expected back"],
       (order ? branches.toSorted((a, b) => b[order] - a[order]).map((each) => [each, 0]) : inOrder(branches)).map(([each, level]) => {
         const [pages, ...more] = counts(each);
-        return [prefix(each, level, size), pages, share(each.pages, all), ...more, count(each.children), name(namespaces[each.namespace])];
+        return [prefix(each, level, size), pages, share(each.pages, all), ...more, count(each.children), name(namespaces[each.namespace]), expected(each)];
       })),
   ];
 }

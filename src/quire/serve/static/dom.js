@@ -21,6 +21,8 @@ const plain = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 
 export const count = (value) => (value === null || value === undefined ? "-" : plain.format(value));
 export const share = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(1)}\u00a0%` : "-");
+// What the eviction policy takes a prefix for, and when it expects it back.
+export const expected = ({ kind, chance, expected_s: within }) => (kind ? `${kind}: ${share(chance, 1)} come again, half of them within ${seconds(within)}` : "");
 export const one = (value) => (value === null ? "-" : value < 10 && !Number.isInteger(value) ? value.toFixed(1) : plain.format(value));
 
 export const clock = (at) => (at === undefined ? "-" : new Date(1000 * at).toLocaleTimeString("en-GB"));

@@ -1,6 +1,6 @@
 // The last requests, and a prompt as a strip: which of its tokens were cached, and why the others were computed.
 
-import { clock, count, find, make, put, seconds, share, table } from "./dom.js";
+import { clock, count, expected, find, make, put, seconds, share, table } from "./dom.js";
 import { CAUSES, dot, strip } from "./parts.js";
 
 const short = (id) => (id.length > 20 ? `${id.slice(0, 16)}…` : id);
@@ -47,10 +47,10 @@ export class Prompts {
   }
 
   strip({ sequence, prompt_tokens: whole, hit_tokens: hits, reasons, texts }) {
-    const rows = reasons.map(({ cause, tier, start, tokens, detail, by }) => [
+    const rows = reasons.map(({ cause, tier, start, tokens, detail, by, ...policy }) => [
       `${count(start)} to ${count(start + tokens - 1)}`, count(tokens),
       make("span", {}, dot({ cause, tier }), cause),
-      make("span", {}, detail ?? (tier ? `on the ${tier}` : CAUSES.find(({ name }) => name === cause)?.about ?? ""), cause === "evicted" && by ? this.link(by) : null),
+      make("span", {}, detail ?? (tier ? `on the ${tier}` : CAUSES.find(({ name }) => name === cause)?.about ?? ""), cause === "evicted" && by ? this.link(by) : null, policy.kind ? ` ${expected(policy)}` : null),
     ]);
     return make("div", { class: "explained" },
       make("h3", {}, sequence, make("small", {}, ` ${count(hits)} of ${count(whole)} prompt tokens were reused, ${share(hits, whole)}`)),

@@ -74,6 +74,7 @@ class _LogRow(_Body):
             session=body.user or "",
             namespace=Namespace(salt=body.cache_salt or ""),
             priority=-(body.priority or 0),
+            calls_tool=_calls_tool(self, body),
         )
 
 
@@ -96,6 +97,14 @@ def _output(number: int, row: _LogRow, body: _Body) -> Content:
     lengths = (usage.completion_tokens, body.max_completion_tokens, body.max_tokens, _DEFAULT_OUTPUT_TOKENS)
     length = next(length for length in lengths if length is not None)
     return (Text(("request log output", number), length),)
+
+
+def _calls_tool(row: _LogRow, body: _Body) -> bool | None:
+    """Whether the answer calls tools, if it is there and tools were offered."""
+    response = row.response or _Response()
+    choices = (response.body or response).choices
+    message = choices[0].message if choices and body.tools else None
+    return None if message is None else bool(message.tool_calls)
 
 
 def _conversation(body: _Body) -> str:

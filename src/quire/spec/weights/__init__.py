@@ -57,6 +57,15 @@ def read_weights(config: ConfigReader, *, dtype: DType | None = None) -> WeightE
         )
 
 
+def active_parameters(config: ConfigReader, weights: WeightEstimate) -> int:
+    """Parameters of a model that one token uses: of routed experts, the selected ones."""
+    experts = config.size("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts", default=0)
+    chosen = config.size("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", default=experts)
+    modules = (part for layer in weights.layers for part in layer)
+    routed = sum(part.num_parameters for part in modules if part.module in ("experts", "experts_beside"))
+    return weights.num_parameters - (routed - routed * chosen // experts if experts else 0)
+
+
 def _generates_nothing(architecture: str) -> bool:
     """Whether a checkpoint of this name has no output layer: a decoder alone, or one that classifies."""
     alone = architecture.endswith("Model") and not architecture.endswith(("LMHeadModel", "ChatGLMModel"))
