@@ -12,13 +12,15 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from threading import Event
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from quire.cli.top import Seen, rows_of
+from quire.cli.top import Seen, rows_of, shown
 from quire.counters import Histogram
 from tests.cli.conftest import Run
 from tests.routing.live_router import LiveRouter
@@ -143,3 +145,20 @@ def test_in_a_terminal_it_goes_on_until_it_is_interrupted(server: LiveServer) ->
                 break
         assert process.wait(30) == 0
     os.close(ours)
+
+
+def test_what_is_shown_fits_80_columns_with_frames_that_were_given_back() -> None:
+    frames = {"private": 1234, "cached": 1234, "moving": 0, "quarantined": 0, "free": 1234, "released": 0}
+    answer = {
+        "prompt_tokens": 100_000, "hit_tokens": 90_000, "running_requests": 8, "frames": {"full": frames},
+        "server": {name: Histogram().to_dict() for name in ("first_token_s", "inter_token_s")},
+    }  # fmt: skip
+    for released in (0, 1234):
+        frames["released"] = released
+        row = {"name": "engine-0", "role": "engine", "url": "http://127.0.0.1:40000", "status": 200, "answer": answer}
+        rows = rows_of(Seen(2.0, [row]), Seen(1.0, [row]))
+        console = Console(width=200, record=True, file=StringIO())
+        console.print(shown("http://127.0.0.1:8000", rows))
+        text = console.export_text()
+        assert max(map(len, (line.rstrip() for line in text.splitlines()))) <= 80, text
+        assert ("gone" in text) == bool(released)

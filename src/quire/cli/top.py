@@ -149,9 +149,9 @@ def _requests(rows: list[dict[str, Any]]) -> RenderableType:
     body = [
         (
             row["name"],
-            *(row[name] for name in names),
+            *(_rate(row[name]) for name in names),
             _share(row["hit_tokens"] or 0, row["prompt_tokens"] or 0),
-            row["evicted_pages_a_second"],
+            _rate(row["evicted_pages_a_second"]),
             f"{row['usage'] or 0:.0%}",
             row["preemptions"],
         )
@@ -171,6 +171,10 @@ def _latencies(rows: list[dict[str, Any]]) -> RenderableType:
     return plain_table(heads, body, left=heads[:2])
 
 
+def _rate(value: float | None) -> float | None:
+    return value if value is None or value < 10 else round(value)
+
+
 def _time(seconds: float | None) -> str:
     if seconds is None:
         return "-"
@@ -178,15 +182,18 @@ def _time(seconds: float | None) -> str:
 
 
 def _pools(rows: list[dict[str, Any]]) -> RenderableType:
-    width = max(4, _BAR + 6 - max((len(row["name"]) for row in rows), default=0))
-    body = [
-        (row["name"], tier, group, _bar(states, width), *(states.get(state, 0) for state in _STATES))
+    pools = [
+        (row["name"], tier, group, states)
         for row in rows
         for tier, groups in row.get("frames", {}).items()
         for group, states in groups.items()
     ]
+    shown = [state for state in _STATES if state != "released" or any(each[-1].get(state) for each in pools)]
+    heads = [{"quarantined": "apart", "released": "gone"}.get(state, state) for state in shown]
+    longest = max((len(name) for name, *_ in pools), default=0)
+    width = max(4, _BAR + 6 - longest - 6 * ("released" in shown))
+    body = [(*where, _bar(states, width), *(states.get(state, 0) for state in shown)) for *where, states in pools]
     first = ("server", "tier", "group", "frames")
-    heads = ({"quarantined": "apart", "released": "gone"}.get(state, state) for state in _STATES)
     return plain_table((*first, *heads), body, left=first)
 
 

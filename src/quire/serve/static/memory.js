@@ -3,7 +3,7 @@
 import { bar, barOf, bytes, count, figure, find, legendOf, make, put, share } from "./dom.js";
 
 const STATES = [["private", "host"], ["cached", "device"], ["moving", "moving"], ["quarantined", "bad"], ["free", "free"],
-  ["released", "free"]];
+  ["released", "free striped"]];
 
 export function showMemory(counters, { groups = {}, arena }) {
   const frames = counters.frames ?? {};
