@@ -23,7 +23,7 @@ export function showMemory(counters, { groups = {}, arena }) {
   of("times that memory was short", "quire_shortages_total", counters.shortages);
 }
 
-const partsOf = (tier, group, frames) => STATES.filter(([state]) => state in frames).map(([state, color]) => (
+const partsOf = (tier, group, frames) => STATES.filter(([state]) => (state === "released" ? frames[state] : state in frames)).map(([state, color]) => (
   { name: state, value: frames[state], color, labels: `group=${group};state=${state};tier=${tier}` }));
 
 function pool(tier, group, frames, planned) {
