@@ -1,7 +1,7 @@
-"""Draws docs/images/page.png and docs/images/strip.png: the page of a real server after half a minute of requests, and a
-prompt that was on the device, on the host and evicted in part.
+"""Draws docs/images/page.png, the page of a real server after half a minute of requests, and docs/images/strip.png.
 
-It needs chromium and playwright: `apt-get install chromium`, `pip install -e '.[clients]'`.
+The strip is of a prompt that was on the device, on the host and evicted in part. It needs chromium and playwright:
+`apt-get install chromium`, `pip install -e '.[clients]'`.
 """
 
 from __future__ import annotations
