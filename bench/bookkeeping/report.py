@@ -35,7 +35,7 @@ _RATIOS = (
 
 
 def console(options: argparse.Namespace, file: TextIO | None = None) -> Console:
-    """Where to print; wide where nobody looks at a terminal."""
+    """Where to print; wide where that is no terminal."""
     wide = file is not None or not sys.stdout.isatty()
     return Console(file=file, width=320 if wide else None, highlight=False)
 

@@ -60,7 +60,7 @@ OTHERS = ("fifo", "mru", "filo", "priority")
 POOLS = ("1/16", "1/8", "1/4", "1/2")
 PAGES = (64, 16)
 TUNED, HELD_OUT = (1, 2, 3, 4, 5), (11, 12, 13, 14, 15)
-"""Seeds that a policy may be tuned on, and seeds that nobody looked at."""
+"""Seeds that a policy may be tuned on, and seeds that were not looked at."""
 LOADED = ("lru", "density")
 LOAD_LIMIT = 1_000
 """Requests of a trace that is replayed under load."""

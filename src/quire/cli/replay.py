@@ -124,7 +124,7 @@ class ReplayedReplicas(Settings):
         option="--router",
         otherwise="all four",
     )
-    event_delay: float = setting(0.0, "Seconds until the router hears what an engine has stored and removed.", ge=0)
+    event_delay: float = setting(0.0, "Seconds until the router is told what an engine has stored and removed.", ge=0)
     event_loss: float = setting(
         0.0, "The chance of a message with such events to be lost; drawn from --seed.", ge=0, lt=1
     )

@@ -199,7 +199,7 @@ class CheckedStore:
                     work(job, keys, payloads)
                 except Exception:
                     logger.exception("a store raised")
-                threads.rest.heard(job.answers)
+                threads.rest.told(job.answers)
             self.counts.add(refused=job.answers.count(Answer.RETRY))
 
         return Job(call, len(keys), **more)

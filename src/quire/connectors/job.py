@@ -95,7 +95,7 @@ class Rest:
         """Whether it may be asked."""
         return time.monotonic() >= self._until
 
-    def heard(self, answers: Sequence[Answer]) -> None:
+    def told(self, answers: Sequence[Answer]) -> None:
         """The store has given these answers."""
         if answers.count(Answer.RETRY) < len(answers):
             self._seconds = _LEAST_REST_S

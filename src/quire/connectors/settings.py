@@ -24,7 +24,7 @@ class QuireTierSettings(ConnectorSettings):
     deadline_s: float = setting(10.0, "Seconds that a lookup takes at most, and others wait for a thread.", gt=0)
     save_share: float = setting(0.25, "The share of the primary tier's rows that may wait to be saved.", gt=0, le=1)
     serves_after_reset: bool = setting(False, "Whether no reset of vLLM's caches follows new weights.")
-    untested_vllm: bool = setting(False, "Whether versions of vLLM are taken that nobody has tried.")
+    untested_vllm: bool = setting(False, "Whether versions of vLLM that were not tried are taken.")
 
 
 class HiCacheSettings(ConnectorSettings):

@@ -104,7 +104,7 @@ class ModelFields(Settings):
 
 
 class CacheFields(WorthFields):
-    """What an engine keeps in its pools, for whom, and how it is checked."""
+    """What an engine keeps in its pools, for which clients, and how it is checked."""
 
     GROUP: ClassVar[str] = MEMORY
 

@@ -1,5 +1,5 @@
 """Embeddings and scores, of a model that was made for them. Each request is computed up to its last token, whose hidden
-state is reported; the token that the step draws is for nobody.
+state is reported; the token that the step draws is not used.
 
 A prompt shares cached pages as any other: a hit never has the last token, so its hidden state is always computed.
 """

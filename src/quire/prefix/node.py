@@ -250,7 +250,7 @@ class EvictedEdges:
             edges += self._take(edge, len(edge.key)).values()
 
     def clear(self) -> None:
-        """Forget all edges."""
+        """Remove all edges."""
         while self.num_bytes:
             self._forget_oldest()
 

@@ -48,7 +48,7 @@ class Live:
         engine.on_beat = self.beat
 
     def beat(self) -> None:
-        """The engine was heard of: at most a point a second."""
+        """The engine has sent its counters: at most a point a second."""
         if time.monotonic() - self._point_at_s < EVERY_S * 0.9:
             return
         self._point_at_s = time.monotonic()

@@ -19,7 +19,7 @@ class PromptTexts:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all."""
+        """Delete all."""
         self._kept = KnownPieces(self._most_tokens)
 
     def keep(self, request_id: str, tokens: Ids) -> None:
