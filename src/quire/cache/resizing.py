@@ -55,6 +55,16 @@ class Resizing:
         """Pages that have left the device since the start, for more room or for less memory."""
         return self._growth.num_left
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the device's pools now."""
+        plan = self._parts.plan
+        gone = (
+            (group.frames.num_frames - self.extent(group.index)) * plan.groups[group.index].layout.bytes_per_frame
+            for group in self._sized
+        )
+        return plan.pool_bytes - sum(gone)
+
     def extent(self, group: int) -> int:
         """The last frame of a group that has to have memory."""
         ids = self._parts.groups[group].frames.allocator.ids

@@ -12,6 +12,7 @@ from quire.cli.doctor import DoctorSettings, doctor
 from quire.cli.explain import explain
 from quire.cli.fleet import fleet
 from quire.cli.generate import generate
+from quire.cli.memory import memory
 from quire.cli.plan import plan
 from quire.cli.replay import replay
 from quire.cli.report import reported
@@ -35,7 +36,7 @@ command(app, positional="model")(up)
 command(app, positional="model")(fleet)
 command(app)(generate)
 command(app, positional="planned")(plan)
-for body in (replay, explain, audit, doctor, top):
+for body in (replay, explain, audit, doctor, top, memory):
     command(app)(body)
 for part in (inspect, verify, gc, explain_store):
     command(store)(part)

@@ -42,14 +42,14 @@ class Server:
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
-    def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    def ask(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float = _TIMEOUT_S) -> Any:
         """The JSON at `path`, or the answer to a body. Raises the server's own error, or InvalidInput without one."""
         import urllib.request
 
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, self._headers)
         try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+            with urllib.request.urlopen(request, timeout=timeout_s) as response:
                 return json.load(response)
         except urllib.error.HTTPError as answer:
             raise _error_of(answer, self.url) from None

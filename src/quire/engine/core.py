@@ -25,10 +25,12 @@ from quire.engine.counters import OPTIONAL_SECTIONS, EngineCounters, facts_of
 from quire.engine.device.device import largest_graph, open_device, plan_for, warm_ups_of
 from quire.engine.device.frame_staging import ComputeStream
 from quire.engine.device.runner import ModelRunner
+from quire.engine.elastic import memory_of, memory_parts
 from quire.engine.grammar import grammar_parts, grammars_of
 from quire.engine.hisparse import HostedLatents, hot_buffer_parts
 from quire.engine.incoming import refuse_adapter, request_of
 from quire.engine.kv_events import kv_event_parts
+from quire.engine.memory_report import MemoryReport, ResizeRequest
 from quire.engine.messages import EngineRequest, Later, Ready, RetainRequest, StepOutputs
 from quire.engine.outline import Outline, outline_of
 from quire.engine.pooling import pooling_facts, pooling_parts, refuse_others
@@ -95,6 +97,7 @@ _PARTS: tuple[Callable[[EngineCore], Iterable[Part]], ...] = (
     tier_parts,
     check_parts,
     kv_event_parts,
+    memory_parts,
 )
 """Make the parts of an engine, in the order of their hooks. A feature is a line here."""
 
@@ -161,7 +164,7 @@ class EngineCore:
             undo.pop_all()
         self._closed = threading.Event()
         if self.device.type == "cpu":
-            threading.Thread(target=self._populate, name="quire-populate", daemon=True).start()
+            threading.Thread(target=self.populate, name="quire-populate", daemon=True).start()
 
     def _wire(self, more: Sequence[Part]) -> None:
         """Create the cache on its pools, the loop over it, and its parts."""
@@ -222,7 +225,7 @@ class EngineCore:
         found += self.plan.attention_identity
         return found[0] if len(found) == 1 else sha256(b"".join(found)).digest()
 
-    def _populate(self) -> None:
+    def populate(self) -> None:
         """Make the system provide the pools' memory beside the first steps: it may take seconds."""
         for backing in dict.fromkeys(pool.backing for pool in self.pools):
             for _ in backing.populate():
@@ -359,6 +362,22 @@ class EngineCore:
         logger.info("weights epoch %d: %d cached tokens were of another one", epoch, done.flushed_tokens)
         return done
 
+    def resize(self, request: ResizeRequest) -> Later[MemoryReport]:
+        """Have other bytes of KV memory (`ElasticMemory.resize`)."""
+        return memory_of(self).resize(request)
+
+    def release_memory(self, wait_s: float) -> Later[MemoryReport]:
+        """Give all KV memory back until `resume_memory`; weights stay, and requests wait."""
+        return memory_of(self).release(wait_s)
+
+    def resume_memory(self, wait_s: float) -> Later[MemoryReport]:
+        """Have the KV memory again."""
+        return memory_of(self).resume(wait_s)
+
+    def memory(self) -> MemoryReport:
+        """The size of the KV memory."""
+        return memory_of(self).report()
+
     def set_role(self, role: str) -> str:
         """Have another role among engines from now on (`TransferNode.set_role`); returns it. Raises InvalidInput."""
         connections_of(self).set_role(parse_role(role))
@@ -394,7 +413,12 @@ class EngineCore:
         own: list[Section] = [
             *self.loop.counters(),  # first: sessions that have expired end
             ("", self.cache.statistics()),
-            ("", EngineCounters(weights_epoch=self.weights_epoch, kv_bytes=self.plan.pool_bytes, cache_config=config)),
+            (
+                "",
+                EngineCounters(
+                    weights_epoch=self.weights_epoch, kv_bytes=self.cache.resizing.num_bytes, cache_config=config
+                ),
+            ),
             ("attention", self.backend.counters()),
             ("", {"forward": self.model.forward_statistics()}),
         ]

@@ -65,7 +65,8 @@ def build_memory(
     check_loss(plan, model)
     with ExitStack() as undo:
         # Pools that need nothing of the host come first: they are refused before its memory is touched.
-        pools = () if memory.groups_on_host else build_pools(memory, device)
+        shrinks = config.kv_memory_least is not None
+        pools = () if memory.groups_on_host else build_pools(memory, device, shrinks=shrinks)
         host = _tier_memory(config, memory, device, progress) if config.has_tiers else None
         if host is not None:
             undo.callback(host.close)
@@ -73,7 +74,7 @@ def build_memory(
         for each in latents:
             undo.callback(each.close)
         if not pools:
-            pools = build_pools(memory, device, {each.group: each.pool for each in latents})
+            pools = build_pools(memory, device, {each.group: each.pool for each in latents}, shrinks=shrinks)
         undo.pop_all()
     return pools, next(iter(latents), None), host
 

@@ -27,7 +27,7 @@ class ResizingPart(Part):
         self._resizing = cache.resizing
         self._resized = resized
         self._seconds = seconds
-        self._preempts = False
+        self._preempts = self._is_busy = False
         self._seen, self._again_at = -1, 0.0
         self._loop: Loop | None = None
 
@@ -36,7 +36,7 @@ class ResizingPart(Part):
 
     @property
     def is_due(self) -> bool:
-        if self._resizing.reached:
+        if not self._is_busy:
             return False
         return self._cache.num_changes != self._seen or self._seconds() >= self._again_at
 
@@ -69,4 +69,5 @@ class ResizingPart(Part):
                 break
             scheduler.preempt_last(_SMALLER)
         self._resized()
+        self._is_busy = not resizing.reached
         self._seen, self._again_at = self._cache.num_changes, self._seconds() + _AGAIN_S

@@ -114,9 +114,9 @@ class Router:
         app.add_api_route("/load", self._load)
         app.add_api_route("/metrics", self._metrics, response_model=None)
         app.add_api_route("/v1/cache/explain/{request_id}", self._explain, response_model=None)
-        for name in ("statistics", "retained", "audit", "history", "tree", "plan"):
+        for name in ("statistics", "retained", "audit", "history", "tree", "plan", "memory"):
             app.add_api_route(f"/v1/cache/{name}", self._ask_all, response_model=None)
-        for name in ("release", "flush", "epoch"):
+        for name in ("release", "flush", "epoch", "resize", "memory/release", "memory/resume"):
             app.add_api_route(f"/v1/cache/{name}", self._ask_all, methods=["POST"], response_model=None)
         for path in ("/server_info", "/get_server_info"):
             app.add_api_route(path, self._server_info, response_model=None)

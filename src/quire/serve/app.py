@@ -24,6 +24,7 @@ from quire.serve.gate import add_gate
 from quire.serve.generation import Service
 from quire.serve.keys import Keys
 from quire.serve.live import Live
+from quire.serve.memory_routes import memory_router
 from quire.serve.messages import messages_router
 from quire.serve.other_names import names_router
 from quire.serve.page import page_router
@@ -140,5 +141,5 @@ def _router(service: Service) -> APIRouter:
 
 _ROUTES = (
     completions_router, messages_router, generate_router, tokenizer_router, pooling_router, responses_router, _router,
-    names_router, cache_router, insight_router, page_router,
+    names_router, cache_router, memory_router, insight_router, page_router,
 )  # fmt: skip

@@ -17,8 +17,8 @@ from quire.serve.generation import Service
 _REFUSED = {
     "/start_profile": "start the server under a profiler, for example py-spy.",
     "/stop_profile": "start the server under a profiler, for example py-spy.",
-    "/sleep": "end the server, and start it again when it is needed.",
-    "/wake_up": "this server does not sleep.",
+    "/sleep": "give the KV memory back with POST /v1/cache/memory/release: the weights stay.",
+    "/wake_up": "have the KV memory again with POST /v1/cache/memory/resume.",
     "/pause": "end the server: it lets open requests finish.",
     "/resume": "this server does not pause.",
 }

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from enum import StrEnum
 from fractions import Fraction
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, InstanceOf, field_validator
+from pydantic import BeforeValidator, Field, InstanceOf, field_validator, model_validator
 
-from quire.errors import InvalidInput
+from quire.errors import InvalidInput, RefusedCombination
 from quire.settings.setting import Bytes, Settings, Tokens, setting
 from quire.spec.hisparse import HiSparseConfig
 from quire.spec.speculation import SpeculativeConfig
@@ -151,10 +151,12 @@ class PoolFields(ArenaFields, HiSparseFields, BatchFields):
 
     kv_memory: Bytes | None = setting(
         None,
-        "Bytes of the KV pools: 2GiB, 512MiB.",
+        "Bytes of the KV pools: 2GiB, 512MiB. From the least to the most, 8GiB..24GiB, they can change while a server "
+        "on a CPU runs; it starts with the most.",
         otherwise="on a CPU a quarter of the free memory, at most 4GiB; on a GPU 80 % of what is free after loading; "
         "never more than all requests can use; in a plan what the --gpu leaves",
     )
+    kv_memory_least: Bytes | None = setting(None, "The least bytes of a range of `kv_memory`.", option=None)
     kv_dtype: str = setting(
         "auto",
         "How keys, values and latents are stored: auto (as the model computes them), fp8_e4m3, fp8_e5m2, mxfp8, nvfp4, "
@@ -197,6 +199,27 @@ class PoolFields(ArenaFields, HiSparseFields, BatchFields):
         metavar="JSON",
         otherwise="one token a step",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _range(cls, given: Any) -> Any:
+        value = given.get("kv_memory")
+        if not isinstance(value, str) or ".." not in value:
+            return given
+        least, _, most = value.partition("..")
+        return {**given, "kv_memory": most, "kv_memory_least": least}
+
+    @model_validator(mode="after")
+    def _range_is_one(self) -> Self:
+        least, most = self.kv_memory_least, self.kv_memory
+        if least is not None and (most is None or least > most):
+            raise InvalidInput("kv_memory: the least is more than the most.", fix="write 8GiB..24GiB, the least first.")
+        if least is not None and self.arena:
+            raise RefusedCombination(
+                "groups of an arena share their bytes, whose size is fixed, and kv_memory has two.",
+                fix="give one size, or leave --arena out.",
+            )
+        return self
 
     @field_validator("kv_memory", mode="before")
     @classmethod

@@ -1,0 +1,190 @@
+"""ElasticMemory: the KV memory of a serving engine gets smaller and larger (`quire.cache.resizing`).
+
+What leaves the pools is given back to the system, and what comes again is provided beside the steps.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quire.cache.groups import PagedGroup
+from quire.counters import Section, counter, gauge
+from quire.engine.memory_report import MemoryHolder, MemoryReport, MemorySize, ResizeRequest
+from quire.engine.messages import Later
+from quire.errors import InvalidInput, PlanError, RefusedCombination
+from quire.loop import Part
+from quire.loop.resizing import ResizingPart
+from quire.offload import offload_of
+from quire.plan.budget import MemoryPlan, format_bytes
+from quire.plan.sizes import size_within
+
+if TYPE_CHECKING:
+    from quire.engine.core import EngineCore
+
+_MOST_HOLDERS = 16
+_LONGEST_S = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryCounters:
+    """Gauges of the KV memory."""
+
+    kv_asked_bytes: int = gauge("Bytes of KV memory that were asked for last; 0 while it is released.")
+    resizes: int = counter("Times that another size of memory was asked for.", name="memory_resizes")
+
+
+class ElasticMemory(ResizingPart):
+    """The sizes of one engine. `floors` are asked before a size changes, and raise if it is too small for them."""
+
+    def __init__(self, engine: EngineCore) -> None:
+        super().__init__(engine.cache, self._resized)
+        whole = engine.plan
+        self._engine = engine
+        self._whole = engine.capacity
+        self._pools = [(at, pool) for at, pool in enumerate(engine.pools) if not pool.on_host]
+        self._most = self._asked = whole.pool_bytes
+        self._least = engine.config.kv_memory_least or self._most
+        self._num_bytes = whole.pool_bytes
+        self._num_resizes = 0
+        self.floors: list[Callable[[MemoryPlan], None]] = [self._fits_pins]
+        size_within(self._whole, self._least)
+
+    # -- verbs
+
+    def resize(self, request: ResizeRequest) -> Later[MemoryReport]:
+        """Have other bytes. Raises InvalidInput or PlanError, with nothing changed, if they cannot be."""
+        if not 0 <= request.wait_s <= _LONGEST_S:
+            raise InvalidInput(f"wait_s is {request.wait_s:g}.", fix=f"wait from 0 to {_LONGEST_S:g} seconds.")
+        if request.host_bytes is not None:
+            raise RefusedCombination("the size of host memory is fixed in this version.", fix="leave host_bytes out.")
+        if request.device_bytes is None:
+            raise InvalidInput("no size was given.", fix="give device_bytes.")
+        plan = self._checked(request.device_bytes)
+        self._asked = request.device_bytes
+        return self._have(plan, released=self._resizing.is_released, preempts=request.preempt, wait_s=request.wait_s)
+
+    def release(self, wait_s: float) -> Later[MemoryReport]:
+        """Give all KV memory back; requests wait. Cached pages stay on lower tiers, where there are some."""
+        return self._have(self._resizing.plan, released=True, preempts=True, wait_s=wait_s)
+
+    def resume(self, wait_s: float) -> Later[MemoryReport]:
+        """Have the size again that was asked for last."""
+        return self._have(self._resizing.plan, released=False, preempts=False, wait_s=wait_s)
+
+    def _have(self, plan: MemoryPlan, *, released: bool, preempts: bool, wait_s: float) -> Later[MemoryReport]:
+        resizing, counted = self._resizing, self._cache.counters
+        evicted, moved = resizing.num_evicted, counted.moved_frames
+        self._num_resizes += 1
+        self.aim(plan, released=released, preempts=preempts)
+
+        def poll(waits: bool) -> MemoryReport | None:
+            if waits and not resizing.reached:
+                return None
+            return self.report(resizing.num_evicted - evicted, counted.moved_frames - moved)
+
+        return Later(poll=poll, until_s=time.monotonic() + wait_s)
+
+    def report(self, evicted: int = 0, moved: int = 0) -> MemoryReport:
+        """The sizes now."""
+        resizing, done = self._resizing, self._resizing.reached
+        asked = 0 if resizing.is_released else self._asked
+        return MemoryReport(
+            done=done,
+            released=resizing.is_released,
+            device=MemorySize(asked=asked, reached=resizing.num_bytes, least=self._least, most=self._most),
+            host=None,
+            evicted_pages=evicted,
+            moved_frames=moved,
+            holders=[] if done else self._holders(),
+        )
+
+    # -- inside
+
+    def _checked(self, num_bytes: int) -> MemoryPlan:
+        """The plan of so many bytes, if they can be."""
+        if num_bytes > self._most or num_bytes < self._least:
+            few = num_bytes < self._least
+            told = "a fixed size" if self._least == self._most else f"{format_bytes(self._least)} or more"
+            have = told if few else f"{format_bytes(self._most)}, which holds that address space,"
+            raise InvalidInput(
+                f"{format_bytes(num_bytes)} of KV memory were asked for, and this server was started with {have}.",
+                fix=f"ask for {self._least} to {self._most} bytes, or start the server with another --kv-memory, such "
+                "as 1GiB..4GiB.",
+            )
+        plan = size_within(self._whole, num_bytes)
+        for floor in self.floors:
+            floor(plan)
+        return plan
+
+    def _fits_pins(self, plan: MemoryPlan) -> None:
+        """The longest request must find room beside pinned retentions."""
+        retention = offload_of(self._cache).retention
+        pinned, most = retention.num_pinned, retention.most_pinned(plan)
+        if pinned > most:
+            raise PlanError(
+                f"retentions have pinned {pinned} pages, and in {format_bytes(plan.pool_bytes)} of KV memory the "
+                f"longest request leaves {most} of {plan.num_pages} to them.",
+                fix="release pins (POST /v1/cache/release), or ask for more.",
+            )
+
+    def _resized(self) -> None:
+        """Give back what no frame needs, and have the system provide what frames need again."""
+        before, self._num_bytes = self._num_bytes, self._resizing.num_bytes
+        for group, pool in self._pools:
+            if pool.backing.can_shrink:
+                pool.backing.resize((self._resizing.extent(group) + 1) * pool.layout.bytes_per_frame)
+        if self._num_bytes > before:
+            threading.Thread(target=self._engine.populate, name="quire-populate", daemon=True).start()
+
+    def _holders(self) -> list[MemoryHolder]:
+        cache, rows = self._cache, self._cache.rows
+        sizes = [group.layout.bytes_per_frame for group in cache.plan.groups]
+        found: dict[str, int] = {}
+        for kv in rows.live.values():
+            num_pages, held = len(rows.page_ids(kv)), 0
+            for group in cache.groups:
+                windowed = isinstance(group, PagedGroup) and not group.reach.whole
+                passed = int(group.first[kv.row]) if windowed else 0  # type: ignore[union-attr]
+                frames = len(group.frames_of(kv.row)) if group.reach.in_place else num_pages - passed
+                held += frames * sizes[group.index] * (not group.frames.are_page_ids)
+            name = "sessions" if kv.is_held else kv.label
+            found[name] = found.get(name, 0) + held
+        pinned = offload_of(cache).retention.num_pinned
+        if pinned:
+            found["pinned retentions"] = pinned * cache.plan.bytes_per_page
+        first = sorted(found.items(), key=lambda each: -each[1])[:_MOST_HOLDERS]
+        return [MemoryHolder(name=name, num_bytes=num_bytes) for name, num_bytes in first]
+
+    def counters(self) -> list[Section]:
+        asked = 0 if self._resizing.is_released else self._asked
+        return [("", MemoryCounters(kv_asked_bytes=asked, resizes=self._num_resizes))]
+
+
+def memory_parts(engine: EngineCore) -> Iterator[Part]:
+    """The part for another size; none where the memory of a pool is fixed."""
+    if not why_fixed(engine):
+        yield ElasticMemory(engine)
+    elif engine.config.kv_memory_least is not None:
+        raise RefusedCombination(f"--kv-memory from one size to another: {why_fixed(engine)}", fix="give one size.")
+
+
+def why_fixed(engine: EngineCore) -> str:
+    """Why the KV memory of an engine is of fixed size; "" if it is not."""
+    if engine.plan.arena is not None:
+        return "groups of an arena share their bytes, whose size is fixed."
+    return next((pool.backing.why_fixed for pool in engine.pools if not pool.on_host and pool.backing.why_fixed), "")
+
+
+def memory_of(engine: EngineCore) -> ElasticMemory:
+    """The part of an engine. Raises RefusedCombination if there is none."""
+    part = engine.part(ElasticMemory)
+    if part is None:
+        raise RefusedCombination(
+            f"the KV memory cannot change: {why_fixed(engine)}",
+            fix="start a server on a CPU with --kv-memory 1GiB..4GiB.",
+        )
+    return part

@@ -1,0 +1,276 @@
+"""Engines whose KV memory gets smaller and larger while requests run: no token is another one, and none is lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.engine.config import engine_config
+from quire.engine.core import EngineCore
+from quire.engine.elastic import memory_of
+from quire.engine.memory_report import MemoryReport, ResizeRequest
+from quire.engine.messages import EngineRequest, Later
+from quire.errors import InvalidInput, PlanError, RefusedCombination, RequestTooLarge
+from quire.scheduler.sampling_params import SamplingParams
+from tests.changes import CORE, DEVICE, slow_unless_changed
+from tests.engine.running import run
+
+MODELS = ("quire-bundled", "quire-bundled-window", "quire-bundled-recurrent")
+WATCHED = (*CORE, *DEVICE, "src/quire/loop/", "src/quire/memory/", "src/quire/plan/", "tests/engine/test_elastic")
+RANGE = {"quire-bundled": "1MiB..4MiB", "quire-bundled-window": "2MiB..6MiB", "quire-bundled-recurrent": "2MiB..6MiB"}
+
+
+def prompts() -> list[list[int]]:
+    random = np.random.default_rng(7)
+    shared = random.integers(1000, size=80).tolist()
+    sizes = random.integers(10, 120, 24)
+    return [shared * (at % 3 == 0) + random.integers(1000, size=int(size)).tolist() for at, size in enumerate(sizes)]
+
+
+def params() -> list[SamplingParams]:
+    return [SamplingParams(max_tokens=6 + at % 20, temperature=0.0, ignore_eos=True) for at in range(len(prompts()))]
+
+
+def engine(model: str, memory: str = "", **settings: Any) -> EngineCore:
+    """An engine in float32, whose tokens do not depend on what else runs."""
+    return EngineCore(
+        engine_config(
+            **{
+                "model": model,
+                "kv_memory": memory or RANGE[model],
+                "dtype": "float32",
+                "target_itl_ms": "off",
+                "max_running_requests": 6,
+                "max_num_batched_tokens": 128,
+                "max_model_len": 512,
+                "checkpoint_interval": 64,
+                **settings,
+            }
+        )
+    )
+
+
+@cache
+def expected(model: str) -> list[list[int]]:
+    core = engine(model, "32MiB", enable_prefix_caching=False, max_running_requests=32)
+    found = run(core, prompts(), params())
+    core.close()
+    return found
+
+
+def answer(core: EngineCore, later: Later[MemoryReport]) -> MemoryReport:
+    """What is answered at once."""
+    found = later.poll(False)
+    assert found is not None
+    core.audit()
+    return found
+
+
+def resized(core: EngineCore, num_bytes: int, **options: Any) -> MemoryReport:
+    return answer(core, core.resize(ResizeRequest(device_bytes=num_bytes, **options)))
+
+
+def added(core: EngineCore, name: str) -> dict[str, list[int]]:
+    """Queue the prompts; the tokens of each, none yet."""
+    for at, (prompt, own) in enumerate(zip(prompts(), params(), strict=True)):
+        core.add(
+            EngineRequest(request_id=f"{name}-{at}", prompt=np.array(prompt, dtype=np.int32).tobytes(), params=own)
+        )
+    return {f"{name}-{at}": [] for at in range(len(prompts()))}
+
+
+def stepped(core: EngineCore, tokens: dict[str, list[int]], between: Callable[[int], None]) -> list[list[int]]:
+    """Step until idle, with something between steps."""
+    for step in range(20_000):
+        if not core.has_work():
+            break
+        for output in core.step():
+            tokens[output.request_id].extend(output.token_ids)
+        between(step)
+    assert not core.has_work()
+    return list(tokens.values())
+
+
+def swing(core: EngineCore, model: str, times: int, **settings: Any) -> None:
+    """Serve the prompts again and again while the size swings between the least and the most, all tokens right."""
+    memory = core.memory().device
+    done = 0
+
+    def between(step: int) -> None:
+        nonlocal done
+        if step % 7 == 3:
+            small = done % 2 == 0
+            found = resized(core, memory.least if small else memory.most, preempt=done % 6 == 4)
+            assert found.device.reached == pytest.approx(memory.most) or small
+            done += 1
+
+    for turn in range(100):
+        assert stepped(core, added(core, f"t{turn}"), between) == expected(model)
+        core.audit()
+        if done >= 2 * times:
+            break
+    assert done >= 2 * times
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_size_swings_under_load_and_tokens_stay(model: str) -> None:
+    core = engine(model, canary="all")
+    swing(core, model, 10)
+    statistics = core.statistics()
+    assert statistics["moved_frames"] > 0
+    assert not statistics["canary"]["found_pages"] and not statistics["failed_requests"]
+    core.close()
+
+
+@slow_unless_changed(*WATCHED)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_size_swings_with_drafts_and_lower_tiers(model: str, tmp_path: Any) -> None:
+    settings: dict[str, Any] = {"host_memory": "64MiB", "storage": str(tmp_path), "storage_size": "64MiB"}
+    if model != "quire-bundled-recurrent":
+        settings["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 3}
+    core = engine(model, canary="all", load="always", **settings)
+    swing(core, model, 10)
+    statistics = core.statistics()
+    assert statistics["moved_frames"] > 0 and statistics["tiers"]["host_hit_tokens"] > 0
+    assert not statistics["canary"]["found_pages"]
+    core.close()
+
+
+def test_a_shrink_waits_for_requests_that_run_and_says_which() -> None:
+    core = engine("quire-bundled")
+    memory = core.memory().device
+    tokens = added(core, "r")
+    for _ in range(6):
+        for output in core.step():
+            tokens[output.request_id].extend(output.token_ids)
+    found = resized(core, memory.least)
+    assert not found.done and memory.least < found.device.reached < memory.most
+    assert {each.name for each in found.holders} <= tokens.keys() and found.holders[0].num_bytes > 0
+    preempted = core.statistics()["preemptions"]
+    assert stepped(core, tokens, lambda step: None) == expected("quire-bundled")
+    found = core.memory()
+    assert found.done and found.device.reached <= memory.least and not found.holders
+    assert core.statistics()["preemptions"] == preempted, "a shrink that waits preempted a request"
+    core.close()
+
+
+def test_new_requests_do_not_keep_a_shrink_from_its_end() -> None:
+    core = engine("quire-bundled")
+    memory = core.memory().device
+    tokens = added(core, "r")
+    reached_at = []
+
+    def between(step: int) -> None:
+        if step == 5:
+            core.resize(ResizeRequest(device_bytes=memory.least))
+        if step > 5 and core.memory().done and core.scheduler.waiting:
+            reached_at.append(step)
+
+    assert stepped(core, tokens, between) == expected("quire-bundled")
+    assert reached_at, "the memory was smaller only when nothing waited any more"
+    core.close()
+
+
+def test_all_memory_is_given_back_and_comes_again() -> None:
+    core = engine("quire-bundled", "4MiB..64MiB", host_memory="64MiB", load="always")
+    memory = core.memory().device
+    warm = run(core, prompts(), params(), "cold")
+    assert warm == expected("quire-bundled")
+    tokens = added(core, "r")
+    for _ in range(6):
+        for output in core.step():
+            tokens[output.request_id].extend(output.token_ids)
+    found = answer(core, core.release_memory(0.0))
+    assert found.done and found.released and found.device.reached < memory.most // 20
+    assert core.scheduler.num_running == 0 and core.cache.tree.num_pages == 0
+    for _ in range(20):
+        assert not len(core.step())
+    hits = core.statistics()["tiers"]["host_hit_tokens"]
+    found = answer(core, core.resume_memory(0.0))
+    assert found.done and not found.released and found.device.reached == memory.most
+    assert stepped(core, tokens, lambda step: None) == expected("quire-bundled")
+    assert run(core, prompts(), params(), "warm") == expected("quire-bundled")
+    assert core.statistics()["tiers"]["host_hit_tokens"] > hits, "what was cached is not found on the host"
+    core.close()
+
+
+def test_a_request_for_the_memory_of_before_is_refused_and_what_was_accepted_runs() -> None:
+    core = engine("quire-bundled", "256KiB..4MiB", max_model_len=2048)
+    memory = core.memory().device
+    largest = core.cache.resizing.plan.largest_request
+    prompt = np.arange(largest - 20, dtype=np.int32) % 1000
+    own = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+
+    def ask(name: str) -> None:
+        core.add(EngineRequest(request_id=name, prompt=prompt.tobytes(), params=own))
+
+    ask("before")
+    found = resized(core, memory.least)
+    assert not found.done
+    with pytest.raises(RequestTooLarge, match="the KV memory is smaller now and has") as caught:
+        ask("after")
+    assert "quire memory --resize" in caught.value.fix
+    tokens: dict[str, list[int]] = {"before": []}
+    assert len(stepped(core, tokens, lambda step: None)[0]) == 16
+    assert core.is_due() or core.memory().done
+    until = time.monotonic() + 10
+    while not core.memory().done and time.monotonic() < until:
+        core.step()
+    assert core.memory().done
+    core.close()
+
+
+def test_what_cannot_be_changes_nothing() -> None:
+    core = engine("quire-bundled")
+    before = core.memory()
+    for request in (
+        ResizeRequest(device_bytes=before.device.most + 1),
+        ResizeRequest(device_bytes=before.device.least - 1),
+        ResizeRequest(),
+        ResizeRequest(device_bytes=before.device.least, wait_s=-1),
+    ):
+        with pytest.raises(InvalidInput) as caught:
+            core.resize(request)
+        assert caught.value.fix
+        assert core.memory() == before
+    memory_of(core).floors.append(refused)
+    with pytest.raises(PlanError, match="a floor"):
+        core.resize(ResizeRequest(device_bytes=before.device.least))
+    assert core.memory() == before
+    core.close()
+
+
+def refused(plan: Any) -> None:
+    raise PlanError("a floor needs more.", fix="lower it.")
+
+
+def test_the_least_of_a_range_has_to_hold_a_page() -> None:
+    with pytest.raises(PlanError, match="cannot hold one page") as caught:
+        engine("quire-bundled", "1KiB..4MiB")
+    assert "give at least" in caught.value.fix
+
+
+def test_a_size_without_a_range_is_fixed() -> None:
+    core = engine("quire-bundled", "1MiB")
+    with pytest.raises(RefusedCombination, match="small pools on cpu have a fixed size") as caught:
+        core.resize(ResizeRequest(device_bytes=2**20))
+    assert "--kv-memory 1GiB..4GiB" in caught.value.fix
+    core.close()
+
+
+def test_pages_that_are_pinned_keep_their_memory() -> None:
+    core = engine("quire-bundled", "512KiB..4MiB", retain_share=0.9)
+    run(core, prompts(), params())
+    from quire.engine.messages import RetainRequest
+
+    prompt = np.array(prompts()[0], dtype=np.int32).tobytes()
+    assert core.retain(RetainRequest(prompt=prompt, ttl_seconds=60.0, pin=True)).granted_tokens
+    with pytest.raises(PlanError, match="retentions have pinned") as caught:
+        core.resize(ResizeRequest(device_bytes=core.memory().device.least))
+    assert "release pins" in caught.value.fix
+    core.close()

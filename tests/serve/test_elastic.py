@@ -1,0 +1,161 @@
+"""A server whose memory gets smaller and larger: over HTTP, on the command line, and as the system counts it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from quire.cli.app import app
+from tests.serve.live_server import LiveServer
+
+MIB = 2**20
+LEAST, MOST = 4 * MIB, 320 * MIB
+
+
+def run(*arguments: str) -> Result:
+    """`quire` with arguments, in this process."""
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[LiveServer]:
+    options = ("--kv-memory", "4MiB..320MiB", "--host-memory", "256MiB", "--load", "always", "--max-model-len", "2048")
+    with LiveServer.quire("--model", "quire-bundled", "--dtype", "float32", *options) as server:
+        yield server
+
+
+def asked(live: LiveServer, path: str, body: dict[str, Any] | None = None) -> Any:
+    status, answer = live.request(path, body)
+    assert status == 200, answer
+    return answer
+
+
+def resident(live: LiveServer) -> int:
+    """Resident bytes of the engine's process without its heap, where what it remembers of prompts grows, once they have
+    stayed for a while."""
+    engine = max(live._children, key=lambda process: process.memory_info().rss)
+    until, seen = time.monotonic() + 20, [0]
+    while time.monotonic() < until and (len(seen) < 4 or max(seen[-4:]) - min(seen[-4:]) > MIB // 4):
+        time.sleep(0.1)
+        maps = engine.memory_maps(grouped=False)
+        seen.append(sum(each.rss for each in maps if each.path != "[heap]"))
+    return seen[-1]
+
+
+def complete(live: LiveServer, number: int, tokens: int = 24) -> tuple[list[int], int]:
+    """A prompt of two parts, of which others have the first; its tokens, and how many of the prompt were cached."""
+    prompt = [*range(1, 200), *(7 + (number * 31 + at * at) % 900 for at in range(100))]
+    body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
+    answer = asked(live, "/v1/completions", body)
+    found = answer["choices"][0]["token_ids"]
+    assert len(found) == tokens
+    return found, int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+@pytest.mark.parametrize("times", [4, pytest.param(50, marks=pytest.mark.slow)])
+def test_the_system_gets_its_memory_back_under_load(live: LiveServer, times: int) -> None:
+    """By half and back: the resident memory of the engine follows within one per cent of the pools, and each request
+    has the tokens that it has alone."""
+    alone = [complete(live, number)[0] for number in range(6)]
+    first, wrong, ends = 0, [], threading.Event()
+
+    def load(number: int) -> None:
+        while not ends.is_set():
+            if complete(live, number)[0] != alone[number]:
+                wrong.append(number)
+
+    for turn in range(times + 1):
+        threads = [threading.Thread(target=load, args=(number,)) for number in range(6)]
+        for thread in threads:
+            thread.start()
+        goal, preempt = (160 * MIB, LEAST)[turn % 2], turn % 4 > 1
+        small = asked(live, "/v1/cache/resize", {"device_bytes": goal, "wait_s": 30, "preempt": preempt})
+        assert small["done"] and small["device"]["reached"] <= goal, small
+        ends.set()
+        for thread in threads:
+            thread.join()
+        half = resident(live)
+        if turn:  # the first load of an engine takes memory beside the pools
+            assert first - half == pytest.approx(MOST - small["device"]["reached"], abs=MOST // 100)
+        large = asked(live, "/v1/cache/resize", {"device_bytes": MOST})
+        assert large["done"] and large["device"]["reached"] > MOST - MIB
+        assert not turn or resident(live) == pytest.approx(first, abs=MOST // 100)
+        first = first or resident(live)
+        ends.clear()
+    assert not wrong
+    statistics = asked(live, "/v1/cache/statistics")
+    assert statistics["failed_requests"] == statistics["refused_requests"] == 0
+    assert statistics["resizes"] >= 2 * times
+
+
+def test_what_was_cached_is_found_on_the_host_after_a_release(live: LiveServer) -> None:
+    before = [complete(live, number) for number in range(6)]
+    hits = [cached for _, cached in (complete(live, number) for number in range(6))]
+    assert min(hits) > 250
+    found = asked(live, "/v1/cache/memory/release", {"wait_s": 30})
+    assert found["done"] and found["released"] and found["evicted_pages"] > 0
+    assert found["device"]["reached"] < MIB
+    waiting: list[tuple[list[int], int]] = []
+    thread = threading.Thread(target=lambda: waiting.append(complete(live, 0)))
+    thread.start()
+    time.sleep(0.5)
+    assert not waiting and asked(live, "/v1/cache/statistics")["waiting_requests"] == 1
+    found = asked(live, "/v1/cache/memory/resume", {})
+    assert found["done"] and not found["released"] and found["device"]["reached"] > MOST - MIB
+    thread.join(30)
+    again = [complete(live, number) for number in range(6)]
+    assert [waiting[0], *again[1:]] == [(tokens, cached) for (tokens, _), cached in zip(before, hits, strict=True)]
+
+
+def test_the_command_line_shows_and_changes_the_size(live: LiveServer) -> None:
+    def memory(*options: str) -> Any:
+        done = run("memory", "--url", live.summary["url"], *options)
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    found = json.loads(memory("--json"))
+    assert found["done"] and found["device"]["most"] == found["device"]["reached"] and found["device"]["least"] == LEAST
+    found = json.loads(memory("--resize", "64MiB", "--json"))
+    assert found["done"] and 63 * MIB < found["device"]["reached"] <= 64 * MIB
+    shown = memory()
+    assert "the KV memory is in use" in shown and "64.00 MiB" in shown and "320.00 MiB" in shown
+    assert json.loads(memory("--release", "--json"))["released"]
+    assert "is released, and requests wait" in memory()
+    assert not json.loads(memory("--resume", "--json"))["released"]
+    assert json.loads(memory("--resize", "320MiB", "--json"))["done"]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--release", "--resume"), "--release and --resume were given"),
+        (("--preempt",), "add --resize 8GiB"),
+        (("--resize", "1GiB"), "1.00 GiB of KV memory were asked for"),
+        (("--resize", "1MiB"), "ask for"),
+    ],
+)
+def test_what_cannot_be_is_told(live: LiveServer, options: tuple[str, ...], told: str) -> None:
+    done = run("memory", "--url", live.summary["url"], *options)
+    assert done.exit_code == 2
+    assert told in " ".join(done.output.replace("│", " ").split())
+
+
+def test_other_bodies_are_refused(live: LiveServer) -> None:
+    for body in (
+        {},
+        {"device_bytes": "many"},
+        {"device_bytes": -1},
+        {"device_bytes": MOST, "wait_s": 1e9},
+        {"bytes": 1},
+    ):
+        status, answer = live.request("/v1/cache/resize", body)
+        assert status == 400 and answer["error"]["message"], answer
+    assert psutil.pid_exists(live.process.pid)
