@@ -62,7 +62,7 @@ def test_a_plan_has_the_settings_of_its_engine() -> None:
     settings = plan_settings(config)
     for name in PoolFields.model_fields:
         assert getattr(settings, name) == getattr(config, name), name
-    assert given.keys() | {"hisparse"} == PoolFields.model_fields.keys()
+    assert given.keys() | {"hisparse", "kv_memory_least"} == PoolFields.model_fields.keys()
     assert str(settings.swa_full_tokens_ratio) == "1/10", "as it was written"
 
 

@@ -19,7 +19,7 @@ class AskedMemory(Settings):
     """What the memory should be."""
 
     resize: Bytes | None = setting(None, "Bytes of KV memory: 8GiB.", otherwise="as it is")
-    host: Bytes | None = setting(None, "Bytes of host memory for pages.", otherwise="as it is")
+    resize_host: Bytes | None = setting(None, "Bytes of host memory for pages.", otherwise="as it is")
     release: bool = setting(False, "Give all KV memory back; the weights stay, and requests wait.", option="--release")
     resume: bool = setting(False, "Have the KV memory again.", option="--resume")
     preempt: bool = setting(False, "With --resize: running requests give their memory back and go on later.")
@@ -35,7 +35,7 @@ def memory(where: ServerAddress, asked: AskedMemory) -> Report:
     [dim]Example:[/dim] quire memory --release --json
     """
     server = Server(where.url or DEFAULT_URL, where.api_key)
-    sizes = {"device_bytes": asked.resize, "host_bytes": asked.host}
+    sizes = {"device_bytes": asked.resize, "host_bytes": asked.resize_host}
     given = {name: size for name, size in sizes.items() if size is not None}
     verbs = [verb for verb in _ROUTES if verb != "resize" and getattr(asked, verb)] + ["resize"] * bool(given)
     if len(verbs) > 1:
