@@ -32,7 +32,7 @@ from quire.testing.choices import Choices
 
 OPERATIONS = (
     *("begin", "begin", "compute", "compute", "compute", "compute", "finish", "retain", "evict", "flush"),
-    *("flip", "neighbour", "skip", "misplace", "reuse", "look", "look"),
+    *("together", "together", "flip", "neighbour", "skip", "misplace", "reuse", "look", "look"),
 )
 NAMESPACES = (Namespace(), Namespace(salt="a"), Namespace(salt="b"))
 
@@ -137,6 +137,7 @@ class CanaryMachine:
             self.cache.extend([kv], [end - self.cache.rows.allocated(kv)])
         except OutOfPages:
             return None
+        self._forget()
         batches = []
         for group in range(len(self.pools)):
             slots = self.cache.rows.slots([kv], [start], [end], group).copy()
@@ -153,6 +154,38 @@ class CanaryMachine:
         had = kv.lease.num_pages
         self.cache.commit(kv, tokens[:end])
         return self.cache.rows.page_ids(kv)[had : kv.lease.num_pages]
+
+    def together(self, choices: Choices) -> None:
+        """All requests compute up to the end of their page, in one step that settles as one."""
+        going = [each for each in self.requests if self.cache.rows.committed(each.kv) < len(each.tokens)]
+        kvs = [each.kv for each in going]
+        starts = [self.cache.rows.committed(kv) for kv in kvs]
+        ends = [
+            min(len(each.tokens), (at // self.size + 1) * self.size) for each, at in zip(going, starts, strict=True)
+        ]
+        counts = [end - self.cache.rows.allocated(kv) for kv, end in zip(kvs, ends, strict=True)]
+        if not going or min(counts) < 0:
+            return
+        try:
+            self.cache.extend(kvs, counts)
+        except OutOfPages:
+            return
+        self._forget()
+        batches = [_Batch(self.cache.rows.slots(kvs, starts, ends, group).copy()) for group in range(len(self.pools))]
+        self.canary.launched(
+            np.concatenate([np.arange(start, end) for start, end in zip(starts, ends, strict=True)]),
+            self.cache.rows.serials[[kv.row for kv in kvs]],
+            np.array(ends) - np.array(starts),
+            [_Name(each.name) for each in going],
+            batches,
+        )
+        for pool, batch in zip(self.pools, batches, strict=True):
+            for slot in batch.slots.tolist():
+                self._write(pool, slot)
+        self.happened["whole pages together"] += (
+            sum(end % self.size == 0 < start for start, end in zip(starts, ends, strict=True)) > 1
+        )
+        self.cache.commit(kvs, [each.tokens[:end] for each, end in zip(going, ends, strict=True)])
 
     def _write(self, pool: Pool, slot: int) -> None:
         self.written += 1

@@ -10,6 +10,7 @@ import numpy as np
 from quire.cache.audit import Auditor
 from quire.cache.groups import DamagedPages
 from quire.canary import budget as budgets
+from quire.canary import canary as canary_module
 from quire.canary import chain as chains
 from quire.canary import digest
 from quire.canary.budget import Budget
@@ -80,6 +81,22 @@ def writes_to_cached_pages_are_not_seen(patch: Patch) -> None:
 @mutant("canary", "under load nothing is looked at again that no request begins on")
 def nothing_is_swept(patch: Patch) -> None:
     patch.setattr(Canary, "_pieces", lambda canary: iter(()))
+
+
+@mutant("canary", "requests that cache their pages in one step get each other's: hits are reported as wrong prefixes")
+def pages_of_a_step_are_of_its_first_request(patch: Patch) -> None:
+    real = canary_module.next_chains
+    patch.setattr(canary_module, "next_chains", lambda before, tokens, firsts: real(before, tokens[:1], firsts))
+
+
+@mutant("canary", "a page that a step caches beside others is said to be written by another request")
+def owners_of_a_step_are_mixed(patch: Patch) -> None:
+    real = Canary._watched
+
+    def watched(canary: Canary, pages: Ids, new: Ids, owners: Longs) -> None:
+        real(canary, pages, new, owners[::-1])
+
+    patch.setattr(Canary, "_watched", watched)
 
 
 @mutant("audits", "two requests write to one frame, and the audit sees each of their pages in another piece")

@@ -13,7 +13,7 @@ from quire.cache.audit import audit
 from quire.cache.groups import NO_PAGES, DamagedPages, GroupRelease, NewPages, PagedGroup
 from quire.cache.growth import Growth
 from quire.cache.hold import Fences, Holds, Retired
-from quire.cache.offload import NO_OFFLOAD, CacheParts, OffloadFactory
+from quire.cache.offload import NO_OFFLOAD, Cached, CacheParts, OffloadFactory
 from quire.cache.request_kv import CacheUse, PrefixHit, RequestKV
 from quire.cache.resizing import Resizing
 from quire.cache.room import rooms_of
@@ -303,11 +303,12 @@ class KVCache:
         if self._settling:
             new, theirs = self._new_pages(fresh), self.rows.pages[kv.row, start : start + len(ours)]
             released = [part for group in self._settling for part in group.commit(new, ours, theirs)]
+        cached: list[Cached] = []
         for each, first, end in fresh:
-            new_from = first + (len(ours) if each is kv else 0)
-            self.offload.committed(each, self.rows.pages[each.row, :end], first, new_from)
-            for listener in self.parts.committed:
-                listener(each, self.rows.pages[each.row, :end], new_from)
+            cached.append(Cached(each, self.rows.pages[each.row, :end], first + (len(ours) if each is kv else 0)))
+            self.offload.committed(each, cached[-1].pages, first, cached[-1].new)
+        for listener in self.parts.committed:
+            listener(cached)
         self._retire(ours, released=released)
 
     def _new_pages(self, settled: Sequence[_Settled]) -> NewPages:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from quire.cache.groups import DamagedPages, resume_point
 from quire.cache.hold import Holds
@@ -26,6 +26,15 @@ from quire.spec.ids import Ids, Tier
 from quire.tiers.transfer import Transfer
 
 
+class Cached(NamedTuple):
+    """What a request has cached: its pages, a view of its row, of which those from number `new` on are in the tree from
+    now on."""
+
+    kv: RequestKV
+    pages: Ids
+    new: int
+
+
 @dataclass(frozen=True, slots=True)
 class CacheParts:
     """The parts of one cache that its offload uses. The cache owns them.
@@ -34,11 +43,11 @@ class CacheParts:
     `reclaim(frames of each group, cause)` does not wait; if it raises OutOfPages, it has evicted nothing. `changed`
     reports that requests that did not fit may fit now. `step_seconds` is the duration of a step, 0 while no request
     runs. `audits` are more sources of slices for `quire.cache.audit.Auditor`; `withheld` return ids that are neither
-    free nor those of pages. `committed` are called with a request, its pages as a view of its row, and the first of
-    these that is newly cached. `flushed` are called with a namespace, or None for all, before its pages leave the
-    tree. `moved` are called with a group, frames that ascend and the frames that they are copied to: behind all steps
-    that were launched, before the next one. Without any of these no frame moves. `fixed` return frames of a group
-    that must not move now. `resized` are called with the plan of another size (`quire.cache.resizing`)."""
+    free nor those of pages. `committed` are called with what requests have cached together. `flushed` are called with a
+    namespace, or None for all, before its pages leave the tree. `moved` are called with a group, frames that ascend and
+    the frames that they are copied to: behind all steps that were launched, before the next one. Without any of these
+    no frame moves. `fixed` return frames of a group that must not move now. `resized` are called with the plan of
+    another size (`quire.cache.resizing`)."""
 
     plan: MemoryPlan
     frames: Residency
@@ -61,7 +70,7 @@ class CacheParts:
     moved: list[Callable[[int, Ids, Ids], None]] = field(default_factory=list)
     fixed: list[Callable[[int], Sequence[Ids]]] = field(default_factory=list)
     resized: list[Callable[[MemoryPlan], None]] = field(default_factory=list)
-    committed: list[Callable[[RequestKV, Ids, int], None]] = field(default_factory=list)
+    committed: list[Callable[[Sequence[Cached]], None]] = field(default_factory=list)
 
 
 class RetentionPort:

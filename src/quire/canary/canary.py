@@ -20,10 +20,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from quire.cache.offload import CacheParts
+from quire.cache.offload import Cached, CacheParts
 from quire.cache.request_kv import RequestKV
 from quire.canary.budget import Budget
-from quire.canary.chain import Words, chain, seed_of
+from quire.canary.chain import Words, chain, next_chains, seed_of
 from quire.canary.digest import FrameDigests, Reading
 from quire.canary.finding import Finding, Kind
 from quire.canary.stamps import Asked, Stamps
@@ -326,12 +326,37 @@ class Canary:
 
     # -- inside: pages become cached
 
-    def _committed(self, kv: RequestKV, pages: Ids, new: int) -> None:
-        if new < len(pages):
-            began = self._seconds()
-            previous = int(pages[new - 1]) if new else 0
-            self._watch(kv.lease.node, pages[new:].copy(), new, previous, owner=int(self._parts.rows.serials[kv.row]))
-            self.budget.beside(self._seconds() - began)
+    def _committed(self, cached: Sequence[Cached]) -> None:
+        began = self._seconds()
+        serials = self._parts.rows.serials
+        single = [each for each in cached if 0 < each.new == len(each.pages) - 1]
+        if len(single) < 2 or not self._watch_each(single):
+            single = []
+        for kv, pages, new in cached:
+            if new < len(pages) and not (single and 0 < new == len(pages) - 1):
+                previous = int(pages[new - 1]) if new else 0
+                self._watch(kv.lease.node, pages[new:].copy(), new, previous, owner=int(serials[kv.row]))
+        self.budget.beside(self._seconds() - began)
+
+    def _watch_each(self, cached: Sequence[Cached]) -> bool:
+        """As `_watch`, of one page after others in each of several requests, with the same number of calls for any
+        number of them: so decodes cache their pages. False if the chain of a page before is not known; nothing has
+        changed then."""
+        size, rows = self._size, np.array([kv.row for kv, _, _ in cached])
+        news = np.array([new for _, _, new in cached])
+        before, pages = (self._parts.rows.pages[rows, at] for at in (news - 1, news))
+        if not self._anchor.has(before, State.WATCHED).all() or self._anchor.has(pages, State.WATCHED).any():
+            return False
+        width = size * TOKEN_BYTES
+        starts = [(new - kv.lease.node.depth) * width for kv, _, new in cached]
+        if min(starts) < 0:
+            return False
+        keys = (kv.lease.node.key[at : at + width] for (kv, _, _), at in zip(cached, starts, strict=True))
+        tokens = np.frombuffer(b"".join(keys), dtype=np.int32).reshape(-1, size)
+        self._first[pages] = news * size
+        self._chains[pages] = next_chains(self._chains[before], tokens, (news * size).astype(np.uint64))
+        self._watched(pages, pages, self._parts.rows.serials[rows])
+        return True
 
     def _watch(self, node: Node, pages: Ids, first: int, previous: int, *, owner: int) -> None:
         """Watch pages on the path to `node`: page `first` of the path, after page `previous`, and those after it."""
@@ -339,11 +364,15 @@ class Canary:
         if not known.all():
             self._chains[pages] = self._chain_of(node, first, len(pages), previous)
             self._first[pages] = (first + np.arange(len(pages))) * self._size
-            if self._marks_anchor:
-                self._anchor.mark(pages[~known], State.WATCHED)
+        self._watched(pages, pages[~known], np.full(len(pages), owner))
+
+    def _watched(self, pages: Ids, new: Ids, owners: Longs) -> None:
+        """Pages whose chains are known, those that are `new` among them, get stamps."""
+        if self._marks_anchor and len(new):
+            self._anchor.mark(new, State.WATCHED)
         for group in self._groups:
-            watched = group.stamps.watch(pages, self.turn)
-            group.owners[watched] = owner
+            fresh = group.stamps.watch(pages, self.turn)
+            group.owners[pages[fresh]] = owners[fresh]
 
     def _chain_of(self, node: Node, first: int, count: int, previous: int) -> Words:
         """The chains of `count` pages of the path to `node`, from page `first` on, which follows page `previous`."""

@@ -34,14 +34,31 @@ def chain(before: int, tokens: Ids, first: int, page_size: int) -> Words:
     """The chains of the whole pages in `tokens`, uint64 `[pages]`. `first` is the position of the first token, and
     `before` the chain of the page before, or the namespace's seed."""
     whole = len(tokens) // page_size * page_size
-    mixed = tokens[:whole].astype(np.uint64) << np.uint64(32)
-    mixed += np.arange(first, first + whole, dtype=np.uint64)
+    positions = np.arange(first, first + whole, dtype=np.uint64)
+    found: Words = np.cumsum(
+        _sums(tokens[:whole].reshape(-1, page_size), positions.reshape(-1, page_size)), dtype=np.uint64
+    )
+    found += np.uint64(before)
+    return found
+
+
+def next_chains(before: Words, tokens: Ids, firsts: Words) -> Words:
+    """The chain of a page of each of several paths, uint64 `[pages]`. `tokens` are int32 `[pages, page_size]`,
+    `firsts[i]` is the position of a page's first token, and `before[i]` the chain of the page before it."""
+    positions = firsts[:, None] + np.arange(tokens.shape[1], dtype=np.uint64)
+    found: Words = before + _sums(tokens, positions)
+    return found
+
+
+def _sums(tokens: Ids, positions: Words) -> Words:
+    """The mixed terms of pages, each `[pages, page_size]`, as their sums, uint64 `[pages]`."""
+    mixed = tokens.astype(np.uint64) << np.uint64(32)
+    mixed += positions
     mixed *= _ODD  # the finaliser of splitmix64
     mixed ^= mixed >> np.uint64(30)
     mixed *= _FIRST
     mixed ^= mixed >> np.uint64(27)
     mixed *= _SECOND
     mixed ^= mixed >> np.uint64(31)
-    found: Words = np.cumsum(mixed.reshape(-1, page_size).sum(axis=1, dtype=np.uint64), dtype=np.uint64)
-    found += np.uint64(before)
+    found: Words = mixed.sum(axis=1, dtype=np.uint64)
     return found

@@ -47,19 +47,20 @@ class Stamps:
 
     # -- pages become cached
 
-    def watch(self, pages: Ids, turn: int) -> Ids:
-        """These cached pages are to get a stamp. Returns those that are new, and have a frame whose bytes are there."""
-        state = self.column.state[pages]
-        new: Ids = pages[(state & _WATCHED_OR_ARRIVING == 0) & (self.column.frame[pages] != 0)]
+    def watch(self, pages: Ids, turn: int) -> Bools:
+        """These cached pages are to get a stamp. Returns which are new, and have a frame whose bytes are there."""
+        frames = self.column.frame[pages]
+        fresh: Bools = (self.column.state[pages] & _WATCHED_OR_ARRIVING == 0) & (frames != 0)
+        new = pages[fresh]
         if len(new):
             tickets = np.arange(self._next_ticket, self._next_ticket + len(new))
             self._next_ticket += len(new)
             self._tickets[new], self._turns[new], self._checked[new] = tickets, turn, turn
-            self._page_of[self.column.frame[new]] = new
+            self._page_of[frames[fresh]] = new
             self.column.mark(new, State.WATCHED)
             self._queue.append((new, tickets))
             self.num_due += len(new)
-        return new
+        return fresh
 
     def lacks(self, pages: Ids) -> bool:
         """Whether `watch` would watch any of these pages."""
