@@ -20,7 +20,9 @@ def test_what_is_damaged_is_found_and_nothing_else(seed: int, everything: bool, 
 
 
 def test_every_operation_happens() -> None:
-    assert {*OPERATIONS, "retained", "pinned", "whole pages together"} == {name for seed in range(5) for name in +run_canary(seed, 120)}
+    assert {*OPERATIONS, "retained", "pinned", "whole pages together"} == {
+        name for seed in range(5) for name in +run_canary(seed, 120)
+    }
 
 
 @slow_unless_changed(*CANARY)

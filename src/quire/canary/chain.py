@@ -45,7 +45,7 @@ def chain(before: int, tokens: Ids, first: int, page_size: int) -> Words:
 def next_chains(before: Words, tokens: Ids, firsts: Words) -> Words:
     """The chain of a page of each of several paths, uint64 `[pages]`. `tokens` are int32 `[pages, page_size]`,
     `firsts[i]` is the position of a page's first token, and `before[i]` the chain of the page before it."""
-    positions = firsts[:, None] + np.arange(tokens.shape[1], dtype=np.uint64)
+    positions: Words = np.add.outer(firsts, np.arange(tokens.shape[1], dtype=np.uint64))
     found: Words = before + _sums(tokens, positions)
     return found
 
