@@ -237,6 +237,7 @@ def test_a_model_with_windows(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", ["plain", "chunked prefill", "preemption", "windows"])
 def test_fifty_sets(llama: Path, tmp_path: Path, kind: str) -> None:
     """Cold, and in a new process."""
