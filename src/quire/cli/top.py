@@ -15,6 +15,7 @@ from quire.cli.report import Report, plain_table
 from quire.cli.server import DEFAULT_URL, Server, ServerAddress
 from quire.counters import Histogram
 from quire.errors import InvalidInput, QuireError
+from quire.plan.budget import format_bytes
 from quire.settings.setting import Settings, setting
 
 _BAR = 14  # so that all fits in 80 columns, with the name "server"
@@ -105,6 +106,7 @@ def _row(process: Mapping[str, Any], earlier: Mapping[str, Any], seconds: float)
         row |= {f"{name}_a_second": round(more / seconds, 2) if more >= 0 else None for name, more in grown.items()}
         row |= {name: _quantiles(found, then, name) for name in _LATENCIES}
         row |= {"frames": _frames(found), "causes": found.get("explained_tokens", {})}
+        row |= {"tenants": found.get("tenants") or {}}
     return row
 
 
@@ -135,6 +137,8 @@ def shown(url: str, rows: list[dict[str, Any]]) -> RenderableType:
     """Tables of the rows of servers."""
     parts: list[RenderableType] = [Text(f"{url}, {time.strftime('%H:%M:%S')}\n"), _requests(rows)]
     parts += [Text(""), _latencies(rows), Text(""), _pools(rows), Text(""), _causes(rows)]
+    if any(row.get("tenants") for row in rows):
+        parts += [Text(""), _tenants(rows)]
     for row in rows:
         if row.get("waiting_reason"):
             parts.append(Text(f"{row['name']}, the first that waits: {row['waiting_reason']}", "yellow"))
@@ -195,6 +199,22 @@ def _pools(rows: list[dict[str, Any]]) -> RenderableType:
     body = [(*where, _bar(states, width), *(states.get(state, 0) for state in shown)) for *where, states in pools]
     first = ("server", "tier", "group", "frames")
     return plain_table((*first, *heads), body, left=first)
+
+
+def _tenants(rows: list[dict[str, Any]]) -> RenderableType:
+    body = [
+        (
+            row["name"],
+            tenant,
+            *(format_bytes(found[name]) for name in ("held_bytes", "cached_bytes", "floor_bytes", "ceiling_bytes")),
+            found["waiting_requests"],
+            _share(found["hit_tokens"], found["prompt_tokens"]),
+        )
+        for row in rows
+        for tenant, found in row.get("tenants", {}).items()
+    ]
+    heads = ("server", "tenant", "in use", "cached", "floor", "ceiling", "waits", "hits")
+    return plain_table(heads, body, left=heads[:2])
 
 
 def _bar(states: Mapping[str, int], width: int) -> Text:

@@ -13,6 +13,8 @@ export function showMemory(counters, { groups = {}, arena }) {
   put(find("pools"), [frames, pools], () => [...(shared ? [arenaOf(frames, groups, arena)] : []), ...pools.map((each) => pool(...each))]);
   const held = Object.entries(counters.held_pages ?? {}).filter(([, pages]) => pages);
   put(find("held"), held, () => (held.length ? heldBar(held) : []));
+  const tenants = Object.entries(counters.tenants ?? {});
+  put(find("tenants"), tenants, () => tenants.map((each) => tenant(...each, tenants)));
   const tiles = find("held-tiles");
   const of = (label, metric, value) => figure(tiles, label, count(value), { metric, value });
   of("tokens in a page", "quire_page_size", counters.page_size);
@@ -66,4 +68,23 @@ function heldBar(held) {
   const colors = { "running request": "host", session: "evicted", retention: "storage", "launched step": "moving" };
   const parts = held.map(([name, value]) => ({ name, value, color: colors[name] ?? "peer", labels: `reason=${name}` }));
   return [make("h3", {}, "What holds cached pages", make("small", {}, " a page counts once for each holder")), ...bar("Held", parts, { metric: "quire_held_pages" })];
+}
+
+// What a tenant has of all KV memory, with its floor and its ceiling as marks.
+function tenant(name, found, all) {
+  const whole = Math.max(...all.map(([, each]) => Math.max(each.ceiling_bytes, each.held_bytes + each.cached_bytes)));
+  const parts = [
+    { name: "in use", value: found.held_bytes, color: "host" }, { name: "cached", value: found.cached_bytes, color: "device" },
+    { name: "others and free", value: whole - found.held_bytes - found.cached_bytes, color: "free" },
+  ];
+  const marks = [["floor", found.floor_bytes], ["ceiling", found.ceiling_bytes]].filter(([, value]) => value && value < whole)
+    .map(([kind, value]) => ({ name: kind, at: value / whole, text: bytes(value) }));
+  const told = marks.map((each) => `${each.name} ${each.text}`);
+  const of = (label, key, end = "") => make("li", {}, `${label} `,
+    make("b", { "data-metric": `quire_tenant_${key}${end}`, "data-labels": `tenant=${name}`, "data-value": found[key] }, count(found[key])));
+  return make("div", { class: "pool" },
+    make("h3", {}, `tenant ${name}`, make("small", {}, ` ${[...told, `weight ${found.weight}`].join(", ")}`)), barOf(name, parts, { unit: bytes, marks }),
+    legendOf(parts.slice(0, 2), { unit: bytes, whole }),
+    make("ul", { class: "legend" }, of("waiting", "waiting_requests"), of("prompt tokens", "prompt_tokens", "_total"),
+      of("of them cached", "hit_tokens", "_total"), of("pages lost to others", "lost_pages", "_total")));
 }
