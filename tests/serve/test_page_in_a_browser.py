@@ -93,7 +93,7 @@ def figures_at_rest(live: LiveServer, page: Any, last: str) -> set[str]:
     page.wait_for_timeout(2500)  # two more events: nothing moves any more
     expected = samples(live)
     shown = page.evaluate(FIGURES)
-    assert len(shown) >= 25
+    assert len(shown) >= 20
     for name, labels, value, text in shown:
         key = (name, *sorted(filter(None, labels.split(";"))))
         assert value == expected[key], key
@@ -111,6 +111,21 @@ def test_figures_are_those_of_metrics_at_rest(live: LiveServer, opened: Callable
         last = complete(live, f"{number % 3} is the beginning of a prompt of several pages")
     assert {"quire_frames", "quire_prompt_tokens_by_cause_total"} <= figures_at_rest(live, page, last)
     assert page.locator(".pool small").first.inner_text().strip().startswith("24 frames, as planned; ")
+
+
+def test_memory_that_can_be_resized_has_a_mark_at_its_least_size(tiny_model: Path, opened: Callable[..., Any]) -> None:
+    options = ("--kv-memory", "100KiB..400KiB", "--dtype", "float32", "--canary", "off")
+    with LiveServer.quire("--model", str(tiny_model), *options) as live:
+        least = live.statistics()["groups"]["full"]["least_frames"]
+        total = live.statistics()["frames"]["full"]["total"]
+        last = complete(live, "a")
+        page = opened(live)
+        place = page.locator("#pools .mark").evaluate("mark => parseFloat(mark.style.left)")
+        assert 0 < least < total and place == pytest.approx(100 * least / total, abs=0.01)
+        assert f"the least {least} frames" in page.locator("#pools .bar").get_attribute("aria-label")
+        assert live.request("/v1/cache/resize", {"device_bytes": 100 << 10})[0] == 200
+        page.wait_for_selector(f'#pools [data-labels*="state=released"][data-value="{total - least}"]')
+        assert "quire_frames" in figures_at_rest(live, page, last)
 
 
 def test_an_arena_is_one_bar_with_the_planned_share_of_each_group(opened: Callable[..., Any]) -> None:

@@ -12,6 +12,7 @@ from quire.models.draft_head import LoadedHead
 from quire.models.hf import LoadedModel
 from quire.plan.plan import Plan
 from quire.plan.report import plan_as_dict
+from quire.plan.sizes import size_within
 
 OPTIONAL_SECTIONS = ("eviction", "tiers", "transfer", "speculation", "hisparse", "cuda_graphs", "canary", "kv_events")
 """Sections of the statistics that are None for an engine without that part."""
@@ -34,14 +35,18 @@ class EngineCounters:
 
 def facts_of(config: EngineConfig, plan: Plan, models: Sequence[LoadedModel | LoadedHead]) -> dict[str, Any]:
     """Statistics that never change. The first model is the target. `groups` have the frames that the plan has for the
-    expected load. Two groups may share the bytes of an `arena`; that of the `upper` frames lies at its end."""
+    expected load, and those at the least size of the KV memory. Two groups may share the bytes of an `arena`; that of the `upper` frames lies at its end."""
     model, memory = models[0], plan.memory
-    arena = memory.arena
+    arena, least = memory.arena, size_within(plan, config.kv_memory_least or memory.pool_bytes)
     return {
         "plan": plan_as_dict(plan, model=config.model_name),
         "groups": {
-            group.name: {"planned_frames": frames, "bytes_per_frame": group.layout.bytes_per_frame}
-            for group, frames in zip(memory.groups, memory.split, strict=True)
+            group.name: {
+                "planned_frames": frames,
+                "least_frames": floor,
+                "bytes_per_frame": group.layout.bytes_per_frame,
+            }
+            for group, frames, floor in zip(memory.groups, memory.split, least.split, strict=True)
         },
         "arena": None if arena is None else {"bytes": arena.room, "upper": memory.groups[arena.upper].name},
         "weight_bytes": sum(each.weight_bytes for each in models),

@@ -8,7 +8,7 @@ const STATES = [["private", "host"], ["cached", "device"], ["moving", "moving"],
 export function showMemory(counters, { groups = {}, arena }) {
   const frames = counters.frames ?? {};
   const shared = arena && arena.upper in frames;
-  const pools = shared ? [] : Object.keys(frames).map((group) => ["device", group, frames[group], groups[group]?.planned_frames]);
+  const pools = shared ? [] : Object.keys(frames).map((group) => ["device", group, frames[group], groups[group]]);
   for (const [group, found] of Object.entries(counters.tiers?.host ?? {})) pools.push(["host", group, found]);
   put(find("pools"), [frames, pools], () => [...(shared ? [arenaOf(frames, groups, arena)] : []), ...pools.map((each) => pool(...each))]);
   const held = Object.entries(counters.held_pages ?? {}).filter(([, pages]) => pages);
@@ -28,13 +28,16 @@ export function showMemory(counters, { groups = {}, arena }) {
 const partsOf = (tier, group, frames) => STATES.filter(([state]) => (state === "released" ? frames[state] : state in frames)).map(([state, color]) => (
   { name: state, value: frames[state], color, labels: `group=${group};state=${state};tier=${tier}` }));
 
-function pool(tier, group, frames, planned) {
+// Where the memory can be resized, a mark says what stays at its least size.
+function pool(tier, group, frames, { planned_frames: planned, least_frames: least } = {}) {
   const name = `${tier}, group ${group}`;
   const said = [`${count(frames.total)} frames`];
   if (planned !== undefined) said[0] += planned === frames.total ? ", as planned" : ` of ${count(planned)} that are planned`;
+  const marks = least < frames.total ? [{ name: "the least", at: least / frames.total, text: `${count(least)} frames` }] : [];
+  said.push(...marks.map((each) => `${each.name} is ${each.text}`));
   if (frames.evictable !== undefined) said.push(`${count(frames.evictable)} of the cached can be evicted`);
   return make("div", { class: "pool" }, make("h3", {}, name, make("small", {}, ` ${said.join("; ")}`)),
-    bar(name, partsOf(tier, group, frames), { metric: "quire_frames" }));
+    bar(name, partsOf(tier, group, frames), { metric: "quire_frames", marks }));
 }
 
 // Two groups in one range of bytes: each from its end, and between them what either can take.
