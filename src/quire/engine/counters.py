@@ -35,7 +35,8 @@ class EngineCounters:
 
 def facts_of(config: EngineConfig, plan: Plan, models: Sequence[LoadedModel | LoadedHead]) -> dict[str, Any]:
     """Statistics that never change. The first model is the target. `groups` have the frames that the plan has for the
-    expected load, and those at the least size of the KV memory. Two groups may share the bytes of an `arena`; that of the `upper` frames lies at its end."""
+    expected load, and those at the least size of the KV memory. Two groups may share the bytes of an `arena`; that of
+    the `upper` frames lies at its end."""
     model, memory = models[0], plan.memory
     arena, least = memory.arena, size_within(plan, config.kv_memory_least or memory.pool_bytes)
     return {
