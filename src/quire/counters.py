@@ -195,6 +195,16 @@ def statistics_of(sections: Iterable[Section]) -> dict[str, Any]:
     return found
 
 
+def added(found: Sequence[Any]) -> Any:
+    """Counters of one class, numbers and objects of numbers, added."""
+    if is_dataclass(found[0]):
+        kind: Any = type(found[0])
+        return kind(**{each.name: added([getattr(one, each.name) for one in found]) for each in fields(kind)})
+    if isinstance(found[0], Mapping):
+        return {key: sum(each[key] for each in found) for key in found[0]}
+    return sum(found)
+
+
 def plain(found: Any) -> Any:
     """Counters as numbers, texts, lists and objects; keys that are tuples are joined by ":"."""
     if found is None or isinstance(found, int | float | str):

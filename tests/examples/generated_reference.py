@@ -148,8 +148,9 @@ def _type(schema: dict[str, Any]) -> str:
 
 @cache
 def declared_metrics() -> tuple[Metric, ...]:
-    """What a server with all tiers, speculation, hot buffers, peers and events exposes; each family once."""
+    """What a server with all tiers, speculation, hot buffers, peers, tenants and events exposes; each family once."""
     from quire import LLM
+    from quire.loop.tenants import AllTenants
     from quire.observe.kv_publisher import PublisherCounters
     from quire.observe.metrics import ServerCounters
     from quire.sparse.coordinator import HiSparseCounters
@@ -160,7 +161,7 @@ def declared_metrics() -> tuple[Metric, ...]:
         drafts = {"method": "ngram", "num_speculative_tokens": 4}
         with LLM(max_model_len=64, show_plan=False, speculative_config=drafts, **settings) as llm:
             declared = llm.engine.ready().metrics
-    more = (HiSparseCounters, TransferCounters, PublisherCounters, ServerCounters)
+    more = (HiSparseCounters, TransferCounters, PublisherCounters, ServerCounters, AllTenants)
     declared += [found for each in more for found in metrics_of(each)]
     return tuple({each.name: each for each in declared}.values())
 

@@ -168,7 +168,14 @@ class TieredCache(FollowedCache, ReadAhead[Prefetch]):
         is_full = len(self.model.live) == self.cache.plan.max_requests
         try:
             kv = self.cache.begin(
-                tokens, namespace, hit=hit, priority=priority, resumed=resumed, label=label, asked=asked, user=user
+                tokens,
+                namespace,
+                hit=hit,
+                priority=priority,
+                resumed=resumed,
+                label=label,
+                asked=asked,
+                user=user,
             )
         except OutOfPages as error:
             why = "rows are short or are not" if is_full != (error.group == "rows") else ""
@@ -280,7 +287,7 @@ class TieredCache(FollowedCache, ReadAhead[Prefetch]):
             wanted[num_frames % 2] = 0
             if self.steps:
                 return
-        cache.parts.reclaim(wanted, "")
+        cache.parts.reclaim(wanted, "", ())
         self._check("demote")
         short = [g.name for g, wants in zip(cache.groups, wanted, strict=True) if g.num_free < wants]
         assert not short, f"there is no room in {short}, where something could have gone"

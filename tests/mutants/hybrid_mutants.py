@@ -35,8 +35,8 @@ def cached_windows_count_as_taken(patch: Patch) -> None:
 
 @mutant("reuse", "checkpoints take the frames that requests need to run")
 def checkpoints_take_the_last_frame(patch: Patch) -> None:
-    def spare(group: StateGroup, rank: Rank) -> int:
-        if not group.num_free and not group._drop(1, rank):
+    def spare(group: StateGroup, row: int, rank: Rank) -> int:
+        if not group.num_free and not group.evict(1, rank):
             return 0
         return int(group.frames.allocator.alloc(1)[0])
 

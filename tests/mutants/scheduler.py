@@ -84,8 +84,8 @@ def a_checkpoint_is_not_optional(patch: Patch) -> None:
     """A request dies because there is no frame for an optional checkpoint."""
     real = StateGroup._spare
 
-    def spare(group: StateGroup, rank: Rank) -> int:
-        found = real(group, rank)
+    def spare(group: StateGroup, row: int, rank: Rank) -> int:
+        found = real(group, row, rank)
         if not found:
             raise OutOfPages(group=group.name, wanted=1, free=0)
         return found

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +52,13 @@ class NewPages:
     table: Ids
 
 
+class FrameTenants(Protocol):
+    """What a group asks of tenants (`quire.cache.tenants`)."""
+
+    def may_keep(self, group: int, row: int, rank: Rank) -> bool:
+        """Whether a row may have one frame more of a group, for a checkpoint of this rank, which is free then."""
+
+
 class GroupBase:
     """One group. Counters are explained in `quire.cache.statistics.FrameCounts`."""
 
@@ -65,6 +72,7 @@ class GroupBase:
         self.dropped_frames = self.revived_frames = self.left = self.skipped = 0
         self.quarantined: list[int] = []  # frames whose bytes changed by themselves, the oldest first
         self.room: Room  # what it shares with other groups, or has alone
+        self.tenants: FrameTenants | None = None
         self._tree = tree
 
     @property
@@ -195,12 +203,12 @@ class PagedGroup(GroupBase):
         """Allocate a frame for each of these cached pages without one, before a load. Returns the frames."""
         return self.frames.take(pages)
 
-    def evict(self, num_frames: int, most: Rank = Rank.USED) -> int:
+    def evict(self, num_frames: int, most: Rank = Rank.USED, may_go: Callable[[Ids], Bools] | None = None) -> int:
         """Reclaim up to `num_frames` frames of cached pages, of at most that rank. The pages stay cached. Returns how
-        many."""
+        many. If given, `may_go` says which."""
         if self.reach.whole:
             return 0
-        pages = self.table.reclaim(num_frames, most)
+        pages = self.table.reclaim(num_frames, most, may_go)
         self.frames.vacate(pages)
         self.dropped_frames += len(pages)
         return len(pages)
@@ -212,6 +220,10 @@ class PagedGroup(GroupBase):
     def frames_of(self, row: int) -> Ids:
         """Frames that belong to a row and to none of its pages, unordered."""
         return NO_PAGES
+
+    def num_own(self) -> Lengths:
+        """How many frames `frames_of` has, by row."""
+        return np.zeros(len(self.first), dtype=np.int64)
 
     def _revive(self, ours: Ids, theirs: Ids) -> None:
         """Cached pages without a frame get the frames of the request's duplicates."""

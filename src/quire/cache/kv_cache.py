@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from quire.cache.session import SessionSettings
 from quire.cache.sessions import Sessions
 from quire.cache.states import GroupCache, StateGroup, StatePieces
 from quire.cache.statistics import CacheCounters, CacheStatistics, count_frames, usage_of
+from quire.cache.tenants import Tenants
 from quire.errors import InvalidInput, OutOfPages
 from quire.memory.allocator import DeviceFrames, PageFrames, SlotFrames
 from quire.memory.residency import Residency
@@ -32,6 +34,8 @@ from quire.prefix.hashing import layout_identity
 from quire.prefix.node import Lease, User
 from quire.prefix.radix_cache import RadixCache
 from quire.prefix.reach import reach_of
+from quire.prefix.tenant_policies import ONE_TENANT, TenantPolicies
+from quire.settings.tenants import TenantTerms
 from quire.spec.events import CacheEvent, Namespace
 from quire.spec.ids import Bools, Ids, Tier
 from quire.spec.pages import ALL_TOKENS, pages_for
@@ -68,7 +72,8 @@ class KVCache:
     `rows.page_table_changes` reports changes to a device. `offload` moves pages to other tiers and retains some for
     callers (`quire.offload.Offloads`).
 
-    `sessions` keep rows of requests that have ended (`quire.cache.sessions`).
+    `sessions` keep rows of requests that have ended (`quire.cache.sessions`). `tenants` have floors and ceilings, the
+    first of them for requests of no other (`quire.cache.tenants`).
 
     `num_changes` grows when pages are freed or cached: a request that did not fit may fit then. Only the thread of the
     step loop may use a cache."""
@@ -89,6 +94,7 @@ class KVCache:
         seconds: Callable[[], float] = time.monotonic,
         sessions: SessionSettings = SessionSettings(),  # noqa: B008 - a frozen value
         offload: OffloadFactory = NO_OFFLOAD,
+        tenants: Sequence[TenantTerms] = (),
     ) -> None:
         num_pages = plan.num_pages + offload.num_pages(plan)
         frames = DeviceFrames(
@@ -105,15 +111,18 @@ class KVCache:
         self.page_size = plan.page_size
         self.explains = explains
         self.share_prefixes = share_prefixes
+        shares = Tenants(tenants, plan, num_pages) if tenants else None
+        make = partial(eviction_policy, eviction)
         self.tree = RadixCache(
             plan.page_size,
-            eviction_policy(eviction),
+            make() if shares is None else TenantPolicies(make, shares),
             emit=emit,
             identity=layout_identity(model_identity, [group.layout.fingerprint() for group in plan.groups]),
             remembered=4 * plan.num_tokens if remembered is None else remembered,
             seconds=seconds,
             placement=_PagePlacement(table) if offload.below else None,
             num_named=num_pages if offload.below else 0,
+            tenants=shares or ONE_TENANT,
         )
         self.tree.policy.priced_by(cost_growth * plan.page_size)
         self.pages = frames.pages
@@ -138,14 +147,21 @@ class KVCache:
             seconds=seconds,
             free=self._free,
             sweep=self._sweep,
-            reclaim=lambda wanted, cause: self._growth.reclaim(wanted, cause),
+            reclaim=lambda wanted, cause, pages: self._growth.reclaim(wanted, cause, pages),
             changed=self._changed,
             step_seconds=lambda: self.fences.step_seconds if len(self.rows.live) > self.sessions.num_held else 0.0,
+            tenants=shares,
         )
+        if shares is not None:
+            free = lambda: self.pages.num_free_pages  # noqa: E731 - a property, not a method
+            shares.attach(self.groups, self.parts.rooms, table, self.tree, free, self._changed)
+        for group in self.groups:
+            group.tenants = shares
         self.offload = offload.make(self.parts)
         self.sessions = Sessions(self.parts, sessions, self, self._shorten)
         self.admission = Admission(self.parts, self.offload.retention)
-        self._growth = Growth(self.parts, self.offload, self.counters, self.sessions.give_way, frames.growing)
+        give_way = partial(self.sessions.give_way, for_room=True)
+        self._growth = Growth(self.parts, self.offload, self.counters, give_way, frames.growing)
         self.resizing = Resizing(self.parts, self._growth, self._fixed)
         self._settling = self.groups if offload.below else self._partial  # full groups commit only with tiers
         self._states = {group.index: group for group in self.groups if isinstance(group, StateGroup)}
@@ -194,6 +210,8 @@ class KVCache:
             self.tree.release(lease)
             raise
         row = self.rows.free.pop()
+        if self.parts.tenants is not None:
+            self.parts.tenants.of_row[row] = lease.node.tenant
         storage, host = hit.choice.storage_pages * self.page_size, hit.choice.host_pages * self.page_size
         peer = sum(arrived_tokens(asked, hit.num_tokens - host, hit.num_tokens).values())
         kv = RequestKV(

@@ -15,6 +15,7 @@ from quire.cache.request_kv import Choice, PrefixHit, RequestKV
 from quire.cache.room import Room
 from quire.cache.running import RunningTables
 from quire.cache.states import GroupCache
+from quire.cache.tenants import Tenants
 from quire.memory.allocator import BaseTokenToKVPoolAllocator
 from quire.memory.residency import Residency
 from quire.plan.budget import MemoryPlan
@@ -40,14 +41,15 @@ class CacheParts:
     """The parts of one cache that its offload uses. The cache owns them.
 
     `free` receives pages that have left the tree. `sweep` frees flushed pages that nothing holds any more.
-    `reclaim(frames of each group, cause)` does not wait; if it raises OutOfPages, it has evicted nothing. `changed`
-    reports that requests that did not fit may fit now. `step_seconds` is the duration of a step, 0 while no request
-    runs. `audits` are more sources of slices for `quire.cache.audit.Auditor`; `withheld` return ids that are neither
-    free nor those of pages. `committed` are called with what requests have cached together. `flushed` are called with a
-    namespace, or None for all, before its pages leave the tree. `moved` are called with a group, frames that ascend and
-    the frames that they are copied to: behind all steps that were launched, before the next one. Without any of these
-    no frame moves. `fixed` return frames of a group that must not move now. `resized` are called with the plan of
-    another size (`quire.cache.resizing`)."""
+    `reclaim(frames of each group, cause, the pages that get them)` does not wait; if it raises OutOfPages, it has
+    evicted nothing. `changed` reports that requests that did not fit may fit now. `step_seconds` is the duration of a
+    step, 0 while no request runs. `audits` are more sources of slices for `quire.cache.audit.Auditor`; `withheld`
+    return ids that are neither free nor those of pages. `committed` are called with what requests have cached together.
+    `flushed` are called with a namespace, or None for all, before its pages leave the tree. `moved` are called with a
+    group, frames that ascend and the frames that they are copied to: behind all steps that were launched, before the
+    next one. Without any of these no frame moves. `fixed` return frames of a group that must not move now. `resized`
+    are called with the plan of another size (`quire.cache.resizing`). `tenants` say who holds what, None: requests have
+    none."""
 
     plan: MemoryPlan
     frames: Residency
@@ -61,7 +63,7 @@ class CacheParts:
     seconds: Callable[[], float]
     free: Callable[[Ids], None]
     sweep: Callable[[], None]
-    reclaim: Callable[[Sequence[int], str], None]
+    reclaim: Callable[[Sequence[int], str, Sequence[Ids]], None]
     changed: Callable[[], None]
     step_seconds: Callable[[], float]
     audits: list[Callable[[Any], Iterator[str]]] = field(default_factory=list)
@@ -71,6 +73,7 @@ class CacheParts:
     fixed: list[Callable[[int], Sequence[Ids]]] = field(default_factory=list)
     resized: list[Callable[[MemoryPlan], None]] = field(default_factory=list)
     committed: list[Callable[[Sequence[Cached]], None]] = field(default_factory=list)
+    tenants: Tenants | None = None
 
 
 class RetentionPort:
@@ -93,9 +96,13 @@ class RetentionPort:
         """End the expired retentions, and return their number. O(1) where there are none."""
         return 0
 
-    def give_way(self, wanted: Sequence[int], num_new: int) -> bool:
-        """End soft retentions until `wanted` frames per group and `num_new` page ids are available, or until ending
-        more would not help. Returns whether any ended."""
+    def soft_by_tenant(self, match: Match, num_pages: int) -> list[int]:
+        """The pages of `num_soft` without those of `num_soft_of`, by tenant."""
+        return [0]
+
+    def give_way(self, wanted: Sequence[int], num_new: int, lack: int = 0) -> bool:
+        """End soft retentions until `wanted` frames per group and `num_new` page ids are available, and `lack` pages
+        more than now, or until ending more would not help. Returns whether any ended."""
         return False
 
 

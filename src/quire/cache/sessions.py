@@ -318,12 +318,18 @@ class Sessions:
         return before - self.num_held
 
     def give_way(
-        self, but: Session | None = None, *, by: str = "another request", num_tokens: int | None = None
+        self,
+        but: Session | None = None,
+        *,
+        by: str = "another request",
+        num_tokens: int | None = None,
+        for_room: bool = False,
     ) -> bool:
         """End the rows of expired sessions, or of the owner who holds most the one that was not used for the longest
         time, except for `but` and rows that a step in flight computes. False if there is none; if `but` is to hold
         `num_tokens`, also if other owners hold less than its owner would. Clients are told that the room was needed
-        `by` this, so it names no request: that may be another tenant's."""
+        `by` this, so it names no request: that may be another tenant's. Rows of a tenant within its floor do not end
+        `for_room`: nobody else would get it."""
         if not self.num_held:
             return False
         if self.expire():
@@ -343,6 +349,8 @@ class Sessions:
 
         least = share(but) if but is not None and num_tokens is not None else 0.0
         held = (each for each in self._by_key.values() if each.row is not None and each is not but)
+        if for_room and (tenants := self._parts.tenants) is not None:
+            held = (each for each in held if tenants.is_over(each.key.namespace))
         resting = [each for each in held if each.row is not None and self._fences.has_passed(each.row.fence)]
         first = max(resting, key=share, default=None)  # the first of equal ones: the one used last comes last
         if first is None or share(first) < least:

@@ -15,7 +15,7 @@ settled, the frame of the last accepted draft becomes the request's own.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -217,6 +217,11 @@ class StateGroup(GroupBase):
             found[:, ~uncut] = np.array(cut, dtype=np.int32).T
         return StatePieces(*found), released
 
+    def num_own(self) -> Lengths:
+        counts = (self._frame != 0) * (1 + self._num_drafts) + (self._previous_frame != 0)
+        found: Lengths = counts + np.array([len(each) for each in self._unsettled])
+        return found
+
     def settle(self, row: int, num_tokens: int) -> None:
         """The first `num_tokens` tokens have settled; some of them may have been drafts."""
         accepted = num_tokens - int(self._position[row])
@@ -289,8 +294,11 @@ class StateGroup(GroupBase):
     def commit_private(self, new: NewPages) -> list[GroupRelease]:
         return []  # such a request stores nothing
 
-    def evict(self, num_frames: int, most: Rank = Rank.USED) -> int:
-        return self._drop(num_frames, most)
+    def evict(self, num_frames: int, most: Rank = Rank.USED, may_go: Callable[[Ids], Bools] | None = None) -> int:
+        pages = self.table.reclaim(num_frames, most, may_go)
+        self.frames.drop(pages)
+        self.dropped_frames += len(pages)
+        return len(pages)
 
     def moved(self, sources: Ids, targets: Ids) -> Ids:
         for frames in (self._frame, self._draft_frames, self._previous_frame):
@@ -352,7 +360,7 @@ class StateGroup(GroupBase):
     def _checkpoint(self, row: int, num_pages: int, frame: int, rank: Rank | None) -> int:
         """Store `frame` as a checkpoint after `num_pages` pages. Returns the frame to continue in, or 0."""
         checkpoint = Checkpoint(num_pages, frame, Rank.USED if rank is None else rank)
-        following = 0 if rank is None and self._previous_frame[row] else self._spare(checkpoint.rank)
+        following = 0 if rank is None and self._previous_frame[row] else self._spare(row, checkpoint.rank)
         if following and rank is not None:
             self._unsettled[row].append(checkpoint)
             self._oldest[row] = self._unsettled[row][0].num_pages
@@ -373,20 +381,17 @@ class StateGroup(GroupBase):
         self._oldest[row] = rest[0].num_pages if rest else sys.maxsize
         return checkpoints[: len(checkpoints) - len(rest)]
 
-    def _spare(self, rank: Rank) -> int:
-        """A free frame that no request will need, for a resume point of this rank; 0 if there is none."""
+    def _spare(self, row: int, rank: Rank) -> int:
+        """A free frame that no request will need, for a resume point of a row of this rank; 0 if there is none."""
         still_to_come = int(np.count_nonzero(self._frame == 0)) * (1 + self._num_drafts)
         if self.room.obtainable(self) <= still_to_come:
             return 0
-        if not self.num_free and not self._drop(1, rank):
+        if self.tenants is not None:
+            if not self.tenants.may_keep(self.index, row, rank):
+                return 0
+        elif not self.num_free and not self.evict(1, rank):
             return 0
         return int(self.frames.allocator.alloc(1)[0])
-
-    def _drop(self, num_frames: int, most: Rank) -> int:
-        pages = self.table.reclaim(num_frames, most)
-        self.frames.drop(pages)
-        self.dropped_frames += len(pages)
-        return len(pages)
 
     def _store(self, pages: Ids, checkpoints: Sequence[Checkpoint]) -> list[GroupRelease]:
         """Move these frames to their pages. A page that has a frame keeps it."""

@@ -104,11 +104,15 @@ def _one(subject: PlannedModel, settings: PlanSettings, request: PlanRequest, *,
     from quire.cli.plan_table import ledger_picture, plan_panel
     from quire.plan.advice import options_to_fit
     from quire.plan.report import explain, plan_as_dict
+    from quire.plan.tenants import tenants_as_dict
+    from quire.settings.tenants import read_tenants
 
     found = subject.plan_or_least(settings)
     to_fit = () if found.fits else options_to_fit(found, subject.plan)
     data = plan_as_dict(found, to_fit=to_fit, model=subject.name) | {"source": subject.found}
     worth = found.fits
+    if request.tenants is not None:
+        data["tenants"] = tenants_as_dict(read_tenants(request.tenants), found)
     if data["hisparse"] is not None:
         data["hisparse"]["gain"] = gain = _gain(subject, found, request)
         worth &= not gain["loses"]

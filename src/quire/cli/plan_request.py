@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.errors import InvalidInput
 from quire.plan.settings import LoadFields, PlanSettings
-from quire.settings.fields import MEMORY, SPECULATION, BusFields, CostFields, HostFields, RankFields
+from quire.settings.fields import MEMORY, SPECULATION, BusFields, CostFields, HostFields, RankFields, TenantFields
 from quire.settings.setting import Bytes, Tokens, own_names, setting
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _LOAD, _RANKS = "Load", "Parallelism"
 
 
-class PlanRequest(HostFields, BusFields, CostFields, RankFields, LoadFields):
+class PlanRequest(TenantFields, HostFields, BusFields, CostFields, RankFields, LoadFields):
     """A model and the load to plan for; None is the planner's choice. Sizes are those of one rank."""
 
     planned: str | None = setting(

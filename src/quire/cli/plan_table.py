@@ -135,6 +135,14 @@ def _summary(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         )
     if (hisparse := found["hisparse"]) is not None:
         yield from _hisparse(hisparse, found["context"])
+    for each in found.get("tenants", ()):
+        floor, ceiling = each["floor"], each["ceiling"]
+        yield (
+            f"Tenant {each['name']}",
+            f"floor {format_bytes(floor['bytes'])}, {floor['tokens']:,} tokens; ceiling "
+            f"{format_bytes(ceiling['bytes'])}, {ceiling['tokens']:,} tokens; largest request "
+            f"{each['largest_request']:,}; weight {each['weight']:g}",
+        )
     reused = found["minimum_reusable_prefix"]
     yield "Smallest reuse", "none: prefix caching is off" if reused is None else f"prefixes from {reused:,} tokens on"
     shape = found["geometry"]

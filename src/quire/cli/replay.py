@@ -20,6 +20,7 @@ from quire.settings.fields import (
     LinkFields,
     RankFields,
     StepFields,
+    TenantFields,
     TransferFields,
     WorthFields,
 )
@@ -64,7 +65,7 @@ class ReplayedCache(WorthFields):
     trace_seed: int = setting(0, "Seed of a workload.", group="Output", option="--seed")
 
 
-class ReplayedEngine(ArenaFields, CostFields, StepFields, RankFields):
+class ReplayedEngine(ArenaFields, TenantFields, CostFields, StepFields, RankFields):
     """The engine that replays, and what its steps cost."""
 
     GROUP: ClassVar[str] = _ENGINE
@@ -161,6 +162,8 @@ def replay(
     [dim]Example:[/dim] quire replay chat --policy lru,lfu --pool-tokens 1/16,1/8,1/4 --check reads
 
     [dim]Example:[/dim] quire replay chat --prefill 1 --decode 2 --link 10GB/s --link-failures 0.01
+
+    [dim]Example:[/dim] quire replay noisy:9,quiet:1 --tenants tenants.json
 
     [dim]Example:[/dim] quire replay chat:rate=8 --replicas 4 --router prefix,events --event-delay 0.1
     """

@@ -58,6 +58,10 @@ def shown_runs(trace: Trace, runs: Sequence[ReplayResult]) -> Iterator[Renderabl
             for table in _tier_tables(same):
                 yield table
                 yield ""
+    for run in runs:
+        if run.tenants is not None:
+            yield _tenant_table(run)
+            yield ""
     for same in pools:
         if hot := [run for run in same if run.hisparse]:
             yield plain_table(_HOT_COLUMNS, map(_hot_row, hot), title=f"{_pool_of(hot[0], ':')}: hot buffers")
@@ -179,6 +183,18 @@ def _tier_use(result: ReplayResult) -> tuple[str, ...]:
     moved = (tiers.saved_bytes, tiers.loaded_bytes, tiers.fetched_bytes)
     tokens = max(1, result.prompt_tokens)
     return (result.policy, *(f"{share / tokens:.2%}" for share in shares), *(f"{size / 1e9:.2f}" for size in moved))
+
+
+def _tenant_table(run: ReplayResult) -> Table:
+    """What became of each tenant's prompts, and what it has at the end."""
+    rows = []
+    for name, use in (run.tenants or {}).items():
+        if use["prompt_tokens"]:
+            sizes = (format_bytes(use[f"{each}_bytes"]) for each in ("floor", "ceiling", "cached"))
+            tokens, rate = use["prompt_tokens"], use["hit_tokens"] / use["prompt_tokens"]
+            rows.append((name, *sizes, _short(tokens), f"{rate:.2%}", f"{use['lost_pages']:,}"))
+    columns = ("tenant", "floor", "ceiling", "cached", "prompts", "hit", "lost to others, pages")
+    return plain_table(columns, rows, title=f"{_pool_of(run, ':')}, {run.policy}: tenants")
 
 
 def _hot_row(result: ReplayResult) -> tuple[str, ...]:

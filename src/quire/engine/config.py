@@ -18,6 +18,7 @@ from quire.settings.fields import (
     PoolFields,
     RankFields,
     StepFields,
+    TenantFields,
     TierFields,
     TransferFields,
     WorthFields,
@@ -103,7 +104,7 @@ class ModelFields(Settings):
     )
 
 
-class CacheFields(WorthFields):
+class CacheFields(WorthFields, TenantFields):
     """What an engine keeps in its pools, for which clients, and how it is checked."""
 
     GROUP: ClassVar[str] = MEMORY

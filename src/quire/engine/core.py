@@ -39,6 +39,7 @@ from quire.engine.reporting import Reporting, explanation_parts, keeping_parts, 
 from quire.engine.request_times import time_parts
 from quire.engine.self_checks import check_parts
 from quire.engine.speculation import drafter_of, load_draft, sampler_of, speculation_parts
+from quire.engine.tenants import tenant_parts, tenants_of_engine
 from quire.engine.tier_storage import Storage, open_tiers
 from quire.engine.tiers import (
     EngineTiers,
@@ -55,6 +56,7 @@ from quire.errors import InvalidInput, QuireError
 from quire.grammar.part import PATIENCE_S
 from quire.loop import ForwardPart, Loop, Part
 from quire.loop.endings import EndingsPart
+from quire.loop.tenants import TenantState
 from quire.memory.host_pool import Progress
 from quire.models.draft_head import LoadedHead
 from quire.models.hf import LoadedModel, load_model
@@ -69,6 +71,7 @@ from quire.plan.report import plan_as_dict
 from quire.scheduler.chunk_budget import chunk_budget
 from quire.scheduler.policy import scheduling_policy
 from quire.scheduler.scheduler import Scheduler
+from quire.settings.tenants import terms_of
 from quire.spec.ending import Ending
 from quire.spec.events import Namespace
 from quire.speculative.part import Speculation
@@ -95,6 +98,7 @@ _PARTS: tuple[Callable[[EngineCore], Iterable[Part]], ...] = (
     pooling_parts,
     hot_buffer_parts,
     tier_parts,
+    tenant_parts,
     check_parts,
     kv_event_parts,
     memory_parts,
@@ -181,6 +185,7 @@ class EngineCore:
             explains=config.explain,
             sessions=SessionSettings(share=config.session_share, ttl_s=config.session_ttl),
             offload=offloads_of(self),
+            tenants=terms_of(config.tenants),
         )
         self.offload = offload_of(self.cache)
         self.weights_epoch = config.weights_epoch
@@ -191,7 +196,7 @@ class EngineCore:
         self.runner = ModelRunner(self.model, self.cache, sampler_of(config, self.eos_token_ids), *where, warm_ups)
         self.scheduler = Scheduler(
             self.cache,
-            scheduling_policy(config.policy),
+            scheduling_policy(config.policy, self.cache.parts.tenants),
             max_running=self.max_running_requests,
             max_tokens=config.max_num_batched_tokens,
             ahead=self.offload.ahead,
@@ -250,7 +255,9 @@ class EngineCore:
         vocabulary = self.model.spec.vocab_size
         try:
             refuse_others(message, self.model, self.config.model_name)
-            request = request_of(message, self.config, self.cache.resizing.plan, vocabulary, self.eos_token_ids)
+            largest = self.cache.resizing.plan.largest_request
+            largest = min(largest, self.cache.admission.largest_request(Namespace(message.adapter, message.salt)))
+            request = request_of(message, self.config, largest, vocabulary, self.eos_token_ids)
         except QuireError:
             self.loop.refused()
             raise
@@ -330,6 +337,15 @@ class EngineCore:
         """End a session of an owner, or of any, and free what it holds; its turns that run go on. Returns False if
         there is none."""
         return self.cache.sessions.close(namespace, session_id, owner)
+
+    def tenants(self) -> list[TenantState]:
+        """The tenants, their terms and what they hold. Raises InvalidInput where there are none."""
+        return tenants_of_engine(self).listing()
+
+    def set_tenant(self, name: str, terms: dict[str, Any]) -> list[TenantState]:
+        """Other terms for a tenant from now on: `floor`, `ceiling` (None: none) or `weight`. Returns all tenants.
+        Raises InvalidInput; nothing has changed then."""
+        return tenants_of_engine(self).change(name, terms)
 
     def flush(self, namespace: Namespace | None) -> Later[Flushed]:
         """Delete the cached pages of a namespace, or all, in every tier, and its retentions. Running requests continue;

@@ -8,7 +8,6 @@ from quire.cache.session import LONGEST_SESSION_ID
 from quire.engine.config import EngineConfig
 from quire.engine.messages import EngineRequest
 from quire.errors import InvalidInput
-from quire.plan.budget import MemoryPlan
 from quire.scheduler.request import Request
 from quire.scheduler.sampling_params import SamplingParams, eos_or_stop
 from quire.spec.events import Namespace
@@ -17,9 +16,10 @@ from quire.spec.pages import ALL_TOKENS
 
 
 def request_of(
-    message: EngineRequest, config: EngineConfig, plan: MemoryPlan, vocabulary: int, eos_token_ids: Sequence[int]
+    message: EngineRequest, config: EngineConfig, largest: int, vocabulary: int, eos_token_ids: Sequence[int]
 ) -> Request:
-    """The request of a message. Raises InvalidInput for tokens and fields that this engine cannot compute with."""
+    """The request of a message, by default of up to `largest` tokens, prompt and output together. Raises InvalidInput
+    for tokens and fields that this engine cannot compute with."""
     tokens, begun = message.tokens(), message.begun
     for drawn in (tokens, begun.tokens() if begun is not None else tokens[:0]):
         _check_ids(drawn, vocabulary)
@@ -33,7 +33,7 @@ def request_of(
         _check_turn(message.session_id, message.params)
     params = message.params
     limit = params.max_tokens
-    max_tokens = max(1, plan.largest_request - len(tokens) if limit is None else limit)
+    max_tokens = max(1, largest - len(tokens) if limit is None else limit)
     if begun is not None and len(begun.tokens()) >= max_tokens:
         raise InvalidInput(f"a sequence of {max_tokens} tokens was to be continued after {len(begun.tokens())}.")
     return Request(

@@ -10,7 +10,7 @@ A page can be in one group and absent in another, and both on the device and on 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
 
@@ -182,18 +182,27 @@ class Column:
         self.num_idle -= self.num_idle_of(free)
         self._queue(free)
 
-    def reclaim(self, num_frames: int, most: Rank = Rank.USED) -> Ids:
-        """Up to `num_frames` pages with idle frames for the caller to unbind, lowest rank first, at most `most`."""
+    def reclaim(self, num_frames: int, most: Rank = Rank.USED, may_go: Callable[[Ids], Bools] | None = None) -> Ids:
+        """Up to `num_frames` pages with idle frames for the caller to unbind, lowest rank first, at most `most`. If
+        given, `may_go` says which of some pages may be among them."""
         victims: list[Ids] = []
         left = num_frames
         for queue in self._queues[: most + 1]:
+            stay: list[Entry[Ids]] = []
             while left > 0 and (entry := queue.pop()) is not None:
                 pages = entry.item
+                if may_go is not None:
+                    goes = may_go(pages)
+                    if len(goes) > np.count_nonzero(goes):
+                        stay.append(Entry(0, entry.ticket, pages[~goes]))
+                        pages = pages[goes]
                 if len(pages) > left:
                     queue.put_back(Entry(0, entry.ticket, pages[left:]))
                     pages = pages[:left]
                 left -= len(pages)
                 victims.append(pages)
+            for kept in reversed(stay):
+                queue.put_back(kept)
         if not victims:
             return _NO_PAGES
         found = np.concatenate(victims)

@@ -161,7 +161,7 @@ class Tiered(Offloading):
             hold = parts.holds.add(Reason.BEGIN, frames=needed_frames(self._partial, pages))
             try:
                 wanted = list(map(len, missing))
-                parts.reclaim(wanted, label)
+                parts.reclaim(wanted, label, missing)
                 if tiers.load(lease.node, pages, missing) is None:
                     waits = "loads that are on their way take all there is room for"
                     raise OutOfPages(group="loads", wanted=sum(wanted), free=0, held_by=waits)

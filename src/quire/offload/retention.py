@@ -132,11 +132,16 @@ class Retention(RetentionPort):
         self._plan = plan
         self._largest = pages_for(plan.largest_request, plan.page_size)
         self.budget = int(self._share * plan.num_pages)  # pages
-        self._pin_budget = min(self.budget, self.most_pinned(plan))
 
     def most_pinned(self, plan: MemoryPlan) -> int:
         """Pages beside which the longest request finds room, with this plan."""
         return max(0, plan.num_pages - pages_for(plan.largest_request, plan.page_size))
+
+    @property
+    def _pin_budget(self) -> int:
+        """Pages that pins may take now, beside what tenants are promised."""
+        promised = 0 if self._parts.tenants is None else self._parts.tenants.promised_pages
+        return max(0, min(self.budget, self.most_pinned(self._plan) - promised))
 
     def counters(self) -> RetentionCounters:
         """Counters and gauges now."""
@@ -261,13 +266,21 @@ class Retention(RetentionPort):
         nodes = self._only_soft()
         return sum(max(0, min(node.num_pages, num_pages - node.depth)) for node in match.path if node in nodes)
 
-    def give_way(self, wanted: Sequence[int], num_new: int) -> bool:
+    def soft_by_tenant(self, match: Match, num_pages: int) -> list[int]:
+        counts, own = [0] * len(self._tree.num_unheld), {id(node): node for node in match.path}
+        for node in self._only_soft() if self._by_id else ():
+            counts[node.tenant] += node.num_pages - (
+                max(0, min(node.num_pages, num_pages - node.depth)) if id(node) in own else 0
+            )
+        return counts
+
+    def give_way(self, wanted: Sequence[int], num_new: int, lack: int = 0) -> bool:
         if not self._by_id:
             return False
         before, tree = self.totals.num_ended, self._tree
         whole = [self._short(group, wanted) for group in self._groups if group.reach.whole]
         pages = num_new - self._parts.pages.num_free_pages - tree.num_evictable - tree.num_below
-        self.give_up(max(pages, *whole, 0))
+        self.give_up(max(pages, *whole, lack, 0))
         for group in self._partial:
             self._give_up_frames(group, self._short(group, wanted))
         return self.totals.num_ended > before
@@ -285,7 +298,7 @@ class Retention(RetentionPort):
         self.expire()
         before = self._tree.num_protected
         only = self._only_soft()
-        left = [prefix for prefix in sorted(self._soft, key=_rank) if not only.isdisjoint(path_to(prefix.end))]
+        left = [prefix for prefix in self._in_order() if not only.isdisjoint(path_to(prefix.end))]
         while left and (short := num_pages - before + self._tree.num_protected) > 0:
             at = next((i for i, prefix in enumerate(left) if prefix.end.level == 1), 0)
             self._shorten(left.pop(at), short)
@@ -299,7 +312,7 @@ class Retention(RetentionPort):
         self.expire()
         others = int(group.reach.in_place)  # a request takes over the frame of a state that it alone pins
         only = frames_only_held_by(self._soft, group, others)
-        for prefix in sorted(self._soft, key=_rank):
+        for prefix in self._in_order():
             held = frames_of([prefix], group.index)
             if num_frames > 0 and np.isin(held, only).any():
                 self.totals.retentions_given_up += self._end(prefix)
@@ -353,6 +366,11 @@ class Retention(RetentionPort):
     @property
     def _soft(self) -> list[RetainedPrefix]:
         return [prefix for prefix in self._by_id.values() if not prefix.pinned]
+
+    def _in_order(self) -> list[RetainedPrefix]:
+        """Soft retentions that may end for the request that lacks room, in order."""
+        tenants = self._parts.tenants
+        return [each for each in sorted(self._soft, key=_rank) if tenants is None or tenants.is_over(each.namespace)]
 
     @property
     def _pinned(self) -> list[RetainedPrefix]:

@@ -71,6 +71,7 @@ class Node:
     ticket: int = 0  # number of its valid entry in the policy's queue; 0: no candidate for eviction
     copy_ticket: int = 0  # number of its valid entry in `NodeTiers.copies`
     user: User | None = None  # None: requests of several sessions have used it, or one without a session
+    tenant: int = 0  # number of its namespace's tenant
     eviction: Eviction | None = None  # when and why an edge was evicted
 
     @property
@@ -109,11 +110,13 @@ class Lease:
 
 
 class Levels:
-    """Updates levels, and `num_held[n]`: pages on the device that at least n leases hold. No `is_here`: all are."""
+    """Updates levels, and `num_held[n]`: pages on the device that at least n leases hold, and `num_unheld`: by tenant,
+    pages there that none holds. No `is_here`: all are."""
 
-    def __init__(self, is_here: Callable[[Node], bool] | None) -> None:
+    def __init__(self, is_here: Callable[[Node], bool] | None, num_tenants: int) -> None:
         self._is_here = is_here
         self.num_held = [0, 0, 0]
+        self.num_unheld = [0] * num_tenants
 
     def hold(self, end: Node) -> None:
         """Add a lease that ends at this node."""
@@ -127,6 +130,8 @@ class Levels:
             node.ticket = 0
             if self._is_here is None or self._is_here(node):
                 self.num_held[node.level] += node.num_pages
+                if node.level == 1:
+                    self.num_unheld[node.tenant] -= node.num_pages
             node = node.parent
 
     def release(self, end: Node) -> None:
@@ -140,6 +145,8 @@ class Levels:
                 return
             if self._is_here is None or self._is_here(node):
                 self.num_held[node.level] -= node.num_pages
+                if node.level == 1:
+                    self.num_unheld[node.tenant] += node.num_pages
             node.level -= 1
             node = node.parent
 

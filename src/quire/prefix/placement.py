@@ -53,7 +53,7 @@ class NodeTiers:
 
     def offer_here(self, node: Node) -> None:
         """Queue a node that may leave the device."""
-        if not node.is_over:
+        if not node.is_over or self._policy.takes_ended:
             self._policy.offered(node)
         else:
             node.ticket = -next(self._tickets)  # the tickets of policies are above 0

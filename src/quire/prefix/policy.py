@@ -17,10 +17,13 @@ class EvictionPolicy(ABC):
         lease on a hit        used(end of the leased path)
         insert                stored(leaf, its new pages, the evicted edges that it caches again)
         last lease released   offered(leaf)
-        its reader says how   told(memo of its end, ending); it may come before
-        pages are needed      victim(); then the rest of the leaf is offered again, or
-                              merged(leaf, parent), and the parent is offered if it is a leaf now
+        its reader says how   told(end_of(its last node), ending); it may come before
+        pages are needed      victim(), and how many of its pages may go: most(leaf); then the rest of the leaf is
+                              offered again, or merged(leaf, parent), and the parent is offered if it is a leaf now
     """
+
+    takes_ended = False
+    """Whether it orders the leaves of ended users itself."""
 
     def timed_by(self, seconds: Callable[[], float]) -> None:  # noqa: B027
         """The tree's clock, before any other call."""
@@ -37,8 +40,12 @@ class EvictionPolicy(ABC):
     def merged(self, child: Node, parent: Node) -> None:  # noqa: B027
         """The last page of `child` is evicted. `last_used` and `hits` of `parent` do not include the child's yet."""
 
+    def end_of(self, node: Node) -> object | None:
+        """What `told` gets for a request that ended at a node."""
+        return node.memo
+
     def told(self, memo: object, ending: Ending) -> None:  # noqa: B027
-        """How the output of a request ended, whose last node had this memo then."""
+        """How the output of a request ended; `memo` is `end_of` its last node."""
 
     def forecast(self, node: Node) -> Forecast | None:
         """When a node, cached or evicted, is expected to be used again; None if the policy does not know. O(1)."""
@@ -51,6 +58,10 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def victim(self) -> Node | None:
         """Remove and return the first candidate; None if there is none."""
+
+    def most(self, node: Node) -> int:
+        """How many of the last pages of a victim may go, at least one."""
+        return node.num_pages
 
     def counters(self) -> object | None:
         """Counters of the policy, if it has any (`quire.counters`)."""

@@ -41,6 +41,7 @@ from quire.prefix.node import (
 from quire.prefix.page_names import PageNames
 from quire.prefix.placement import NodeTiers, Placement
 from quire.prefix.policy import EvictionPolicy
+from quire.prefix.tenant_policies import ONE_TENANT, TenantShares
 from quire.spec.events import CacheEvent, Namespace, PagesRemoved, PagesStored
 from quire.spec.ids import Ids, Tier
 
@@ -54,7 +55,8 @@ class RadixCache:
 
     `emit` receives an event when pages can be reused, and when they cannot any more. `num_named` page ids have keys,
     for tiers. With neither, no page is hashed. `identity` represents the model and the layouts: every hash depends on
-    it. The last `remembered` evicted tokens are stored as evicted edges, with the time by `seconds`.
+    it. The last `remembered` evicted tokens are stored as evicted edges, with the time by `seconds`. Each
+    namespace is that of one of the `tenants`; `num_unheld` counts pages on the device that no lease holds, by tenant.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class RadixCache:
         seconds: Callable[[], float] = time.monotonic,
         placement: Placement | None = None,
         num_named: int = 0,
+        tenants: TenantShares = ONE_TENANT,
     ) -> None:
         self._tiers = NodeTiers(placement, policy)
         self.is_here, self.num_copies = self._tiers.is_here, self._tiers.num_copies
@@ -78,14 +81,15 @@ class RadixCache:
         self.policy = policy
         policy.timed_by(seconds)
         self.names = PageNames(self._page_bytes, identity, emit, num_named)
-        self._seconds = seconds
+        self._seconds, self._tenants = seconds, tenants
         self.roots: dict[Namespace, Node] = {}
         self.hidden_roots: list[Node] = []  # roots of flushed namespaces, while a lease holds pages below
         self.evicted = EvictedEdges(remembered * TOKEN_BYTES, self._page_bytes, self._drop_root)
         self._clock = 0
         self.version = 0  # changes when an earlier `Match` becomes invalid
         self.num_releases = 0  # leases and pins that were released
-        self._levels = Levels(self.is_here if self._has_lower else None)
+        self._levels = Levels(self.is_here if self._has_lower else None, tenants.num_tenants)
+        self.num_unheld = self._levels.num_unheld
         self.num_pages = 0  # on the device
         self.num_below = 0  # pages that have a copy on lower tiers only
 
@@ -109,6 +113,7 @@ class RadixCache:
         root = self.roots.get(namespace)
         if root is None:
             root = self.roots[namespace] = Node(namespace, None, b"", b"", 0, self._clock)
+            root.tenant = self._tenants.number(namespace)
         return root
 
     # -- finding
@@ -204,7 +209,7 @@ class RadixCache:
         node.ending = (tail.tobytes() or node.key)[-TOKEN_BYTES:] if num_generated > 0 else b""
         if self.evicted.capacity:
             node.tail = tail.tobytes()
-        return node.memo
+        return self.policy.end_of(node)
 
     def end(self, user: User) -> None:
         """No request of this user follows: nodes that it alone has used are the first to be evicted, from now on or
@@ -220,7 +225,7 @@ class RadixCache:
         removed: list[bytes] = []
         eviction = self._eviction(cause)
         while num_pages > 0 and (node := self._tiers.victim()) is not None:
-            keep = max(0, node.num_pages - num_pages)
+            keep = node.num_pages - min(num_pages, self.policy.most(node))
             num_pages -= node.num_pages - keep
             self._forget(node, keep, eviction, removed)
         return join_ids(removed)
@@ -233,7 +238,7 @@ class RadixCache:
         num_moved = 0
         eviction = self._eviction(cause)
         while num_pages > 0 and (node := self._tiers.victim()) is not None:
-            above = max(0, node.num_pages - num_pages)
+            above = node.num_pages - min(num_pages, self.policy.most(node))
             num_pages -= node.num_pages - above
             if keep is None and self.num_copies(node) <= above:
                 self._forget(node, above, eviction, removed)
@@ -402,7 +407,7 @@ class RadixCache:
         self.version += 1
         parent, cut = node.parent, at * self._page_bytes
         upper = Node(node.namespace, parent, node.key[:cut], node.run[: at * ID_BYTES], node.depth, node.created)
-        upper.answer, upper.memo = node.answer, node.memo
+        upper.answer, upper.memo, upper.tenant = node.answer, node.memo, node.tenant
         upper.held = upper.level = node.level
         upper.hits, upper.last_used, upper.priority = node.hits, node.last_used, node.priority
         upper.user = node.user
@@ -431,6 +436,7 @@ class RadixCache:
         is_shared = is_shared or node.user is not lease.user
         if is_shared or node.parent is None or len(node.key) > self.longest_grown:
             node.ticket = 0
+            self.num_unheld[node.tenant] += count  # until `_grow` holds them
             return self._add_nodes(node, lease, data, run, Tier.DEVICE)
         self.names.appended(node, node, data, run, Tier.DEVICE)
         node.key += data
@@ -449,7 +455,7 @@ class RadixCache:
             attach(leaf, below)
             if returned:
                 lease.turn = max(lease.turn, returned[-1][0].turn + 1)
-            leaf.turn, leaf.last_used = lease.turn, self._clock
+            leaf.turn, leaf.last_used, leaf.tenant = lease.turn, self._clock, node.tenant
             leaf.user = user = lease.user if tier is Tier.DEVICE else node.user
             if user is not None:
                 user.nodes[leaf] = None
@@ -480,6 +486,7 @@ class RadixCache:
             self.num_below -= node.num_pages - keep
         else:
             self.num_pages -= node.num_pages - keep
+            self.num_unheld[node.tenant] -= node.num_pages - keep
         run = node.run[keep * ID_BYTES :]
         node.run = node.run[: keep * ID_BYTES]
         if keep:
@@ -505,7 +512,7 @@ class RadixCache:
         if self.evicted.capacity:
             edge = Node(node.namespace, node, node.key[at:], b"", 0, node.created)
             edge.turn, edge.memo, edge.tail, edge.eviction = node.turn, node.memo, node.tail, eviction
-            edge.user = node.user
+            edge.user, edge.tenant = node.user, node.tenant
             attach(edge, node.evicted)
             node.evicted = {}
             self.evicted.add(edge, node)
@@ -568,6 +575,7 @@ class RadixCache:
         self.version += 1
         node.ticket = 0
         self.num_pages -= node.num_pages
+        self.num_unheld[node.tenant] -= node.num_pages
         self.num_below += node.num_pages
         self.names.tell(PagesRemoved, node, 0, node.num_pages, Tier.DEVICE)
         leave(node.pages)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
+from quire.cache.tenants import Tenants
 from quire.errors import InvalidInput
 from quire.scheduler.request import Request
 
@@ -32,8 +34,23 @@ def longest_prefix_match(waiting: Sequence[Request], cached: Callable[[Request],
 POLICIES: dict[str, SchedulingPolicy] = {"fcfs": first_come_first_served, "lpm": longest_prefix_match}
 
 
-def scheduling_policy(name: str) -> SchedulingPolicy:
-    """The policy of that name. Raises InvalidInput, which lists the names."""
+class TurnOfTenants:
+    """A policy's order of each tenant's requests, and between tenants that of `Tenants.take_turns`: priorities are
+    within a tenant."""
+
+    def __init__(self, policy: SchedulingPolicy, tenants: Tenants) -> None:
+        self._policy, self._tenants = policy, tenants
+
+    def __call__(self, waiting: Sequence[Request], cached: Callable[[Request], int]) -> Sequence[Request]:
+        queues: dict[int, deque[Request]] = {}
+        for request in self._policy(waiting, cached):
+            queues.setdefault(self._tenants.number(request.namespace), deque()).append(request)
+        return self._tenants.take_turns(queues, lambda request: request.num_tokens)
+
+
+def scheduling_policy(name: str, tenants: Tenants | None = None) -> SchedulingPolicy:
+    """The policy of that name, for each of the tenants, if there are any. Raises InvalidInput, which lists the
+    names."""
     if name not in POLICIES:
         raise InvalidInput(f"unknown scheduling policy '{name}'.", fix=f"use one of {', '.join(POLICIES)}.")
-    return POLICIES[name]
+    return POLICIES[name] if tenants is None else TurnOfTenants(POLICIES[name], tenants)

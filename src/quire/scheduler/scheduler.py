@@ -103,6 +103,7 @@ class Scheduler:
         if request.request_id in self._requests:
             raise InvalidInput(f"request id '{request.request_id}' is in use.", fix="send another id.")
         self._cache.resizing.check(request.num_prompt_tokens, request.max_tokens)
+        self._cache.admission.check(request.namespace, request.num_prompt_tokens, request.max_tokens)
         request.arrival = self._arrivals
         request.opening = hash((request.namespace, request.tokens[: self._cache.page_size].tobytes()))
         request.turn = turn_of(self._cache.sessions, request)
@@ -361,7 +362,8 @@ class Scheduler:
 
     def _victim(self) -> Request:
         """The request that is preempted first."""
-        return self._rows.running[-1]
+        running, gives_way = self._rows.running, self._cache.admission.gives_way
+        return next((request for request in reversed(running) if gives_way(request.kv)), running[-1])
 
     def _preempt(self, request: Request, reason: str = "was preempted: older requests needed its pages") -> None:
         request.num_preemptions += 1
@@ -408,7 +410,7 @@ class Scheduler:
             following = request.follows
             return following.num_cached if following and self._follows(request) else match(request).num_tokens
 
-        deferred, quiet = 0, True
+        deferred, quiet, passed = 0, True, False
         reads_ahead = self._ahead.prefetches
         order = list(self._policy(self._waiting, cached))
         for place, request in enumerate(order):
@@ -417,6 +419,8 @@ class Scheduler:
             if self.num_running >= self._max_running:
                 request.wait_reason = f"{self._max_running} requests run, which is the limit"
                 return quiet
+            if passed and self._cache.admission.was_passed(request.namespace):
+                continue
             if reads_ahead and not request.read_ahead:
                 self._prefetching.start(request, order[place + 1 :])
             if self._prefetching.awaits(request):
@@ -447,14 +451,18 @@ class Scheduler:
                 self._cache.sessions.give_up(request.turn)
                 hit, num_held = match(request), 0
                 self._lacks_room = not self._fits(request, hit)
-            if self._lacks_room:
+            if not self._lacks_room:
+                try:
+                    self._begin(next_step, request, hit, left, num_held)
+                except OutOfPages as error:
+                    request.wait_reason, self._lacks_room = error.message, True
+            if not self._lacks_room:
+                self._lacks_room = passed
+                self._leaders.join(request)
+            elif self._cache.admission.passes(request.namespace):
+                deferred, passed = deferred + 1, True
+            else:
                 return quiet
-            try:
-                self._begin(next_step, request, hit, left, num_held)
-            except OutOfPages as error:
-                request.wait_reason, self._lacks_room = error.message, True
-                return quiet
-            self._leaders.join(request)
         return quiet
 
     def _follows(self, request: Request) -> bool:

@@ -29,6 +29,6 @@ def make_room(sessions: Sessions, why_not: Callable[..., str], claims: tuple[Any
     """`why_not(*claims)`: why a request does not fit, "" if it does. If it would without rows of sessions, these end
     one after the other until it does, but for that of `own`, which the request continues."""
     while (reason := why_not(*claims)) and sessions.num_held and not why_not(*claims, sessions.most_pages):
-        if not sessions.give_way(own):
+        if not sessions.give_way(own, for_room=True):
             break
     return reason

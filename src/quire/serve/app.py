@@ -33,6 +33,7 @@ from quire.serve.responses import responses_router
 from quire.serve.sglang_generate import generate_router
 from quire.serve.shares import Shares
 from quire.serve.sse import ClientGone
+from quire.serve.tenant_routes import tenant_router
 from quire.serve.texts import PromptTexts
 from quire.serve.tokenizer_routes import tokenizer_router
 from quire.serve.tracing import Tracing
@@ -141,5 +142,5 @@ def _router(service: Service) -> APIRouter:
 
 _ROUTES = (
     completions_router, messages_router, generate_router, tokenizer_router, pooling_router, responses_router, _router,
-    names_router, cache_router, memory_router, insight_router, page_router,
+    names_router, cache_router, memory_router, insight_router, tenant_router, page_router,
 )  # fmt: skip

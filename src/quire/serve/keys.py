@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import hmac
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from quire.errors import InvalidInput, NotAllowed, QuireError, WrongKey
+from quire.errors import InvalidInput, NotAllowed, QuireError, RefusedCombination, WrongKey
+from quire.settings.tenants import TenantTerms
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -29,6 +30,9 @@ _OF_EVERY_CLIENT = frozenset({"/v1/cache/retain", "/v1/cache/release", "/v1/cach
 operator's."""
 
 _EXPLAIN = "/v1/cache/explain/"
+
+TENANTS = "/v1/tenants"
+"""The route that tells and changes what tenants may hold."""
 
 LIVE = "/v1/cache/live"
 """The events of the page (`quire.serve.live`): no request of an engine, however long it is open."""
@@ -135,6 +139,19 @@ class Keys:
         """The names with which salts begin."""
         return frozenset(client.name for _, client in self._clients if client.is_tenant)
 
+    def check_tenants(self, terms: Sequence[TenantTerms]) -> None:
+        """Raise InvalidInput unless each key that a tenant has is the name of one that has cached pages of its own."""
+        if terms and not self.tenants:
+            raise RefusedCombination(
+                "--tenants needs keys with names, whose cached pages are their own.",
+                fix="add --api-keys FILE, and leave --share-cache out.",
+            )
+        unknown = [(each.name, key) for each in terms for key in each.keys if key not in self.tenants]
+        if unknown:
+            name, key = unknown[0]
+            known = ", ".join(sorted(self.tenants))
+            raise InvalidInput(f"tenant '{name}' has a key '{key}' that is not known.", fix=f"use some of {known}.")
+
     def _add(self, key: str, client: Client) -> None:
         self._clients.append((sha256(f"Bearer {key}".encode()).digest(), client))
 
@@ -147,7 +164,7 @@ class Keys:
             needs_admin = True
         elif path.startswith("/v1/") or path in _OUTSIDE:
             is_own = path in _OF_EVERY_CLIENT or path.startswith(_EXPLAIN)
-            needs_admin = path.startswith("/v1/cache/") and not is_own
+            needs_admin = path == TENANTS or (path.startswith("/v1/cache/") and not is_own)
         else:
             return client or Client(), None
         if client is None:

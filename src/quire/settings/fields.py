@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from fractions import Fraction
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, InstanceOf, field_validator, model_validator
@@ -225,6 +226,20 @@ class PoolFields(ArenaFields, HiSparseFields, BatchFields):
     @classmethod
     def _auto(cls, value: Any) -> Any:
         return None if value == "auto" else value
+
+
+class TenantFields(Settings):
+    """Whose requests are whose."""
+
+    GROUP: ClassVar[str] = MEMORY
+
+    tenants: Path | None = setting(
+        None,
+        "File that gives keys of --api-keys to tenants, and each of these a floor, a ceiling and a weight: "
+        '{"quiet": {"keys": ["alice"], "floor": "25%"}}.',
+        metavar="FILE",
+        otherwise="all requests share the KV memory",
+    )
 
 
 class HostFields(Settings):

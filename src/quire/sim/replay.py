@@ -16,6 +16,7 @@ from quire.counters import plain
 from quire.errors import InvalidInput, QuireError
 from quire.loop import Loop, Part
 from quire.loop.endings import EndingsPart
+from quire.loop.tenants import TenantsPart
 from quire.offload import Offloads, offload_of
 from quire.plan.budget import MemoryPlan
 from quire.plan.step_cost import CostModel
@@ -23,6 +24,7 @@ from quire.prefix.evict import DEFAULT_POLICY
 from quire.scheduler.chunk_budget import chunk_budget
 from quire.scheduler.policy import scheduling_policy
 from quire.scheduler.scheduler import Scheduler
+from quire.settings.tenants import TenantTerms
 from quire.sim.arrivals import Arrivals, Requests
 from quire.sim.clock import VirtualClock
 from quire.sim.device import SimulatedDevice, frames_of
@@ -47,8 +49,9 @@ class ReplaySettings:
     """The engine's settings: the eviction policy, the order of waiting requests, the tokens of one step, whether a step
     is launched before the one before it has settled, the time between tokens that prompts are chunked for, what is
     checked, whether each record says why no more of its prompt was cached, the lower tiers, and the selections of hot
-    buffers. `acceptance` is the chance of a draft to be right, if the plan has speculation; None: as recorded.
-    `eviction_worth` is what pages are kept for: tokens, or flops. `endings` are told to the policy, or hidden."""
+    buffers. A request is that of the tenant whose key its salt begins with. `acceptance` is the chance of a draft to be
+    right, if the plan has speculation; None: as recorded. `eviction_worth` is what pages are kept for: tokens, or
+    flops. `endings` are told to the policy, or hidden."""
 
     policy: str = DEFAULT_POLICY
     order: str = "fcfs"
@@ -63,6 +66,7 @@ class ReplaySettings:
     acceptance: float | None = None
     eviction_worth: str = "tokens"
     endings: str = "hidden"
+    tenants: tuple[TenantTerms, ...] = ()
 
     def __post_init__(self) -> None:
         if self.check not in CHECKS:
@@ -141,12 +145,13 @@ class Replay:
             explains=settings.explain,
             seconds=lambda: self.clock.now,
             offload=Offloads(self.tiers.settings),
+            tenants=settings.tenants,
         )
         self.tiers.attach(self.cache)
         self.ahead = offload_of(self.cache).ahead
         self.scheduler = Scheduler(
             self.cache,
-            scheduling_policy(settings.order),
+            scheduling_policy(settings.order, self.cache.parts.tenants),
             max_running=plan.max_requests,
             max_tokens=settings.chunk,
             ahead=self.ahead,
@@ -173,7 +178,9 @@ class Replay:
         self._waits = Waits(self.clock, self.scheduler, [lambda: self.tiers.next_end, *events])
         self._waits.arrives = lambda: self._arrivals.next_time
         told = [EndingsPart(ending_of)] if settings.endings == "told" else []
-        own = [*self.drafts, self._waits, *told, *parts, self.recorder]
+        tenants = self.cache.parts.tenants
+        self._tenants = [TenantsPart(tenants)] if tenants is not None else []
+        own = [*self.drafts, self._waits, *told, *self._tenants, *parts, self.recorder]
         self.loop = Loop(
             self.scheduler, self.cache, device, own, overlaps=settings.overlap, seconds=lambda: self.clock.now
         )
@@ -272,4 +279,5 @@ class Replay:
             itl_s=percentiles(recorder.gaps.all()),
             chunk_budget=plain(self.scheduler.chunks.counters()),
             speculation=next((plain(part.speculator.counters()) for part in self.drafts), None),
+            tenants=next((plain(part.states()) for part in self._tenants), None),
         )

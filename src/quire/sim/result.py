@@ -96,6 +96,9 @@ class ReplayResult:
     hisparse: HiSparseUse | None = None
     """The hot buffers, if latents are in host memory."""
 
+    tenants: dict[str, Any] | None = None
+    """What each tenant has at the end, by name, and what became of its prompts (`TenantCounters`), if there are any."""
+
     # What a comparison adds. Rates are shares of `prompt_tokens`.
     trace: str = ""
     model: str = ""
@@ -171,7 +174,7 @@ _JSON_FIELDS = (
     "trace", "model", "policy", "page_size", "pool_tokens", "pool_note", "working_set_tokens", "refused_tokens",
     "prompt_tokens", "output_tokens", "hit_tokens", "hit_rate", "ideal_hit_rate", "optimal_hit_rate", "gap_closed",
     "evicted_tokens", "preemptions", "steps", "most_running", "mean_running", "chunk_budget", "speculation",
-    "manager_seconds", "wall_seconds", "checked", "digest",
+    "tenants", "manager_seconds", "wall_seconds", "checked", "digest",
 )  # fmt: skip
 
 _MOST_SAMPLES = 512

@@ -11,7 +11,7 @@ from quire.sim.formats.request_log import REQUEST_LOG
 from quire.sim.formats.token_trace import TOKEN_TRACE, write_trace
 from quire.sim.formats.trace_format import TraceFormat, fields_of, lines
 from quire.sim.trace_request import Planned, Tokenize, Trace, TraceRequest, utf8_bytes
-from quire.sim.workloads import WORKLOADS, make_workload
+from quire.sim.workloads import WORKLOADS, is_workload, make_workload
 
 __all__ = ["FORMATS", "Trace", "TraceRequest", "open_trace", "write_trace"]
 
@@ -20,7 +20,7 @@ FORMATS = (TOKEN_TRACE, MOONCAKE, LMCACHE_AGENT, RAGPULSE, AZURE, REQUEST_LOG)
 
 def open_trace(source: str, *, limit: int | None = None, seed: int = 0, tokenize: Tokenize = utf8_bytes) -> Trace:
     """The trace in the file or folder `source`, or the workload of that name, for example `chat` or
-    `chat:requests=500,rate=2`.
+    `chat:requests=500,rate=2`, or of tenants: `noisy:9,quiet:1`.
 
     `limit` keeps the first requests to arrive. `seed` is for workloads, `tokenize` for files of text. Raises
     InvalidInput if there is no such file or workload, and for the first bad line of a file.
@@ -34,7 +34,7 @@ def open_trace(source: str, *, limit: int | None = None, seed: int = 0, tokenize
         about = f"{found.name} trace {source}"
         about += ", tokens of its text: utf8" if found.has_text and tokenize is utf8_bytes else ""
         trace = Trace(path.name, about, found.read(file, tokenize), limit=limit)
-    elif source.partition(":")[0] in WORKLOADS:
+    elif is_workload(source):
         drafts = make_workload(source, seed)
         planned = (Planned.of(draft, tokenize) for draft in drafts)
         trace = Trace(source, f"workload {source}, seed {seed}", planned, limit=limit)

@@ -13,7 +13,8 @@ from __future__ import annotations
 import inspect
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import accumulate, product
@@ -33,7 +34,7 @@ class Workload:
     """A workload while it is being made. All random numbers come from one seeded generator."""
 
     def __init__(self, name: str, seed: int) -> None:
-        self.random = random.Random(f"{name}/{seed}")
+        self.random, self.seed = random.Random(f"{name}/{seed}"), seed
         self.requests: list[Draft] = []
         self._seed = text_seed((name, seed))
         self._num_texts = 0
@@ -328,6 +329,32 @@ def noisy_neighbour(load: Workload, *, requests: int = 200, noise: int = 9, rate
         load.add([prompt], output, arrival=number / rate, session="noisy", namespace=noisy)
 
 
+TENANTS = re.compile(r"[A-Za-z][\w-]*:[1-9][0-9]{0,5}(,[A-Za-z][\w-]*:[1-9][0-9]{0,5})+")
+"""Tenants and how many of the requests are each's: noisy:9,quiet:1."""
+
+TENANT_REQUESTS, TENANT_RATE = 400, 4.0
+
+
+def tenant_chats(load: Workload, parts: Mapping[str, int]) -> None:
+    """Each tenant has conversations of its own, in its own namespace: 400 requests in all, 4 new conversations in a
+    second, both in these parts. What one says does not depend on the others."""
+    total = sum(parts.values())
+    for name, part in parts.items():
+        own = Workload(f"tenant {name}", 0)
+        own.random, own.requests = random.Random(f"{load.seed}/{name}"), load.requests
+        opening, space = [own.text(256, 2048) for _ in range(4)], Namespace(salt=f"{name}/")
+        left = max(1, TENANT_REQUESTS * part // total)
+        for number, arrival in own.arrivals(left, TENANT_RATE * part / total):
+            turns = min(left, own.random.choice(_TURNS))
+            left -= turns
+            chat = GeneratedChat(own, f"{name} {number}", [own.popular(opening, 1.1)], arrival, space)
+            for turn in range(turns):
+                think = own.random.uniform(0.5, 20.0) if turn else 0.0
+                chat.turn(own.text(20, 400), own.between(40, 300), think=think)
+            if not left:
+                break
+
+
 # -- by name
 
 TURNS = (10, 60)
@@ -451,11 +478,20 @@ WORKLOADS = {make.__name__.replace("_", "-"): make for make in _FUNCTIONS}
 """Name to function; its docstring says what the workload is."""
 
 
+def is_workload(source: str) -> bool:
+    """Whether it names a workload, or tenants."""
+    return source.partition(":")[0] in WORKLOADS or bool(TENANTS.fullmatch(source))
+
+
 def make_workload(source: str, seed: int) -> Sequence[Draft]:
-    """The requests of a workload: `name`, or `name:setting=value,setting=value`. The same source and seed give the same
-    requests everywhere. Raises InvalidInput for a setting that it does not have."""
+    """The requests of a workload: `name`, `name:setting=value,setting=value`, or those of tenants (`tenant_chats`):
+    `noisy:9,quiet:1`. The same source and seed give the same requests everywhere. Raises InvalidInput for a setting
+    that it does not have."""
     name, _, settings = source.partition(":")
     load = Workload(name, seed)
+    if TENANTS.fullmatch(source):
+        tenant_chats(load, {name: int(part) for name, part in (each.split(":") for each in source.split(","))})
+        return load.requests
     WORKLOADS[name](load, **_settings(name, settings))
     return load.requests
 

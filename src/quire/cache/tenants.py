@@ -1,0 +1,466 @@
+"""Tenants: what each holds of a cache, what it may lose, and whose request is next.
+
+A namespace is that of one tenant, and so is each page: the part of its salt before "/" is the name of a key, and a
+tenant has keys. In each room:
+
+    used = held + idle                         held: by running requests, sessions, retentions; idle: evictable
+    used <= ceiling                            of each tenant; its own idle pages go first for its requests
+    sum of max(held, floor) <= room            so a floor is lent to caches of others, and never to what they hold
+    an eviction for others leaves a tenant     min(used before, floor)
+
+So a request within its tenant's floor needs no preemption: what lies there can be evicted. Where floors and ceilings
+leave a choice, the tenant with most above its floor loses first, by weight.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.cache.room import Room
+from quire.cache.running import Lengths, Rows
+from quire.cache.states import GroupCache
+from quire.errors import InvalidInput, OutOfPages
+from quire.memory.residency import Residency
+from quire.plan.budget import MemoryPlan
+from quire.prefix.radix_cache import RadixCache
+from quire.prefix.tenant_policies import TenantShares
+from quire.settings.tenants import TenantTerms, check_tenants
+from quire.spec.events import Namespace
+from quire.spec.ids import Bools, Ids, Tier
+from quire.spec.rank import Rank
+
+R = TypeVar("R")
+
+
+@dataclass(slots=True)
+class TenantUse:
+    """What became of one tenant's requests."""
+
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    lost_pages: int = 0  # cached pages that left the device for requests of others
+
+
+@dataclass(slots=True, eq=False)
+class Account:
+    """One room, or the page ids of a cache without a group that is read whole. `strides` are units by group, and for a
+    page id; `per_page` are those of a page that leaves with all its frames, 0 where no page leaves for this room."""
+
+    total: Any  # () -> int
+    strides: Lengths
+    per_page: int
+
+
+@dataclass(slots=True)
+class Turns:
+    """Weighted fair queueing: the tokens of each tenant's requests divided by its weight, and how far the queue is."""
+
+    spent: list[float]
+    now: float = 0.0
+    waiting: set[int] = field(default_factory=set)
+
+
+class Tenants(TenantShares):
+    """The tenants of one cache, by number; 0 is `default`. Only the thread of the step loop may use it. Arrays of
+    amounts are int64 `[accounts, tenants]`, in units of each room."""
+
+    def __init__(self, terms: Sequence[TenantTerms], plan: MemoryPlan, num_pages: int) -> None:
+        self.terms = list(terms)
+        self.of_page = np.zeros(num_pages + 1, dtype=np.uint8)
+        self.of_row = np.zeros(plan.max_requests, dtype=np.uint8)
+        self.uses = [TenantUse() for _ in terms]
+        self.num_tenants = len(terms)
+        self.over: Bools = np.ones(len(terms), dtype=np.bool_)
+        """Those that hold more than they are promised, as of the last question: what they hold may end for others."""
+        self._numbers = {key: number for number, each in enumerate(terms) for key in each.keys}
+        self._plan = plan
+        self._turns = Turns([0.0] * len(terms))
+        self._is_limited = False  # tenants lose only what those who ask let them lose
+        self._only: int | None = None  # the one that makes room within its ceiling now
+        self._kept = [0] * len(terms)  # idle pages of each that stay now
+        self._passed = [False] * len(terms)  # those whose first request lacks room in this round of admissions
+        self._is_short = False  # and others may begin within their floors only
+
+    def attach(
+        self,
+        groups: Sequence[GroupCache],
+        rooms: Sequence[Room],
+        frames: Residency,
+        tree: RadixCache,
+        num_free_pages: Callable[[], int],
+        changed: Callable[[], None],
+    ) -> None:
+        """The cache is built of these parts. `changed` reports that requests that did not fit may fit now."""
+        self._groups, self._rooms, self._frames, self._tree = tuple(groups), tuple(rooms), frames, tree
+        self._num_free_pages, self._changed = num_free_pages, changed
+        num_groups, whole = len(groups), [group.reach.whole for group in groups]
+        self._accounts: list[Account] = []
+        for room in rooms:
+            strides = np.zeros(num_groups + 1, dtype=np.int64)
+            strides[list(room.indices)] = room.strides
+            leaves = any(whole[index] for index in room.indices)
+            self._accounts.append(
+                Account(lambda room=room: room.total - room.leaving, strides, int(strides.sum()) * leaves)
+            )
+        if not any(whole):
+            strides = np.zeros(num_groups + 1, dtype=np.int64)
+            strides[-1] = 1
+            self._accounts.append(Account(lambda: self._plan.num_pages, strides, 1))
+        self._strides = np.stack([each.strides for each in self._accounts])
+        self._main = next(at for at, each in enumerate(self._accounts) if each.per_page)
+        self._bound: npt.NDArray[np.float64] = np.full((len(self._accounts), len(self.terms)), np.inf)
+        self._wanted = np.zeros_like(self._bound, dtype=np.int64)
+        self._look()
+        self.check(self.terms)
+
+    def number(self, namespace: Namespace) -> int:
+        """The tenant of requests in that namespace."""
+        return self._numbers.get(namespace.salt.partition("/")[0], 0)
+
+    def is_over(self, namespace: Namespace) -> bool:
+        """Whether what a namespace keeps may end for the request that was asked for last."""
+        return bool(self.over[self.number(namespace)])
+
+    # -- terms
+
+    @property
+    def num_bytes(self) -> int:
+        """The KV memory that is shared, in bytes."""
+        layouts = [group.layout.bytes_per_frame for group in self._plan.groups]
+        rooms = self._rooms
+        return sum(room.total if room.is_shared else room.total * layouts[room.indices[0]] for room in rooms)
+
+    def check(self, terms: Sequence[TenantTerms]) -> None:
+        """Raise InvalidInput unless the cache can keep these terms."""
+        check_tenants(terms, self.num_bytes)
+
+    def change(self, name: str, given: Mapping[str, Any], requests: Iterable[tuple[str, Namespace, int]] = ()) -> None:
+        """Other terms for a tenant, from now on. `requests` are ids, namespaces and pages at their end of those that
+        wait or run. Raises InvalidInput; nothing has changed then."""
+        at = next((at for at, each in enumerate(self.terms) if each.name == name), None)
+        if at is None:
+            known = ", ".join(each.name for each in self.terms)
+            raise InvalidInput(f"there is no tenant '{name}'.", fix=f"use one of {known}.")
+        before, after = self.terms, list(self.terms)
+        after[at] = after[at].changed(given)
+        self.check(after)
+        self.terms = after
+        for request_id, namespace, num_pages in requests:
+            if num_pages > (most := self.most_pages(namespace)):
+                self.terms = before
+                whose = before[self.number(namespace)].name
+                raise InvalidInput(
+                    f"request {request_id} of tenant '{whose}' needs {num_pages} pages, and could have {most} then.",
+                    fix="wait until it has ended, or end it.",
+                )
+        self._bound[:] = np.inf
+        self._changed()
+
+    def limits(self) -> tuple[Lengths, Lengths]:
+        """Floors and ceilings now."""
+        total_bytes = self.num_bytes
+        floors = [each.floor.of(total_bytes) for each in self.terms]
+        ceilings = [1.0 if each.ceiling is None else min(1.0, each.ceiling.of(total_bytes)) for each in self.terms]
+        totals = self._totals()[:, None]
+        return (totals * np.array(floors)).astype(np.int64), (totals * np.array(ceilings)).astype(np.int64)
+
+    @property
+    def promised_pages(self) -> int:
+        """Pages of all floors together."""
+        return int(self.limits()[0][self._main].sum()) // self._accounts[self._main].per_page
+
+    def most_pages(self, namespace: Namespace) -> int:
+        """Pages of the largest request of a namespace that can ever run: within its ceiling, beside the floors of
+        others."""
+        tenant, (floors, ceilings) = self.number(namespace), self.limits()
+        most = np.minimum(ceilings[:, tenant], self._totals() - floors.sum(axis=1) + floors[:, tenant])
+        low, high = 0, self._plan.num_pages
+        while low < high:
+            middle = (low + high + 1) // 2
+            needs = np.array([g.needs(middle, 0) + g.reach.in_place for g in self._groups] + [middle])
+            low, high = (middle, high) if (self._strides @ needs <= most).all() else (low, middle - 1)
+        return low
+
+    # -- what is held
+
+    def _totals(self) -> Lengths:
+        return np.array([each.total() for each in self._accounts])
+
+    def _count(self, pages: Bools) -> Lengths:
+        """Pages by tenant."""
+        return np.bincount(self.of_page[pages], minlength=len(self.terms))
+
+    def _look(self) -> None:
+        """Count what is used, and what of it is idle, from the residency table. O(page ids)."""
+        groups, frames = self._groups, self._frames
+        used = np.zeros((len(groups) + 1, len(self.terms)), dtype=np.int64)
+        idle, unheld = np.zeros_like(used), self._tree.num_unheld
+        taken = [0] * (len(groups) + 1)
+        for at, group in enumerate(groups):
+            used[at] = self._count(group.table.frame != 0)
+            idle[at] = self._count(group.table.ticket != 0) if group.table.reclaims else unheld
+            if group.reach.in_place:
+                used[at] += np.bincount(self.of_row, group.num_own(), len(self.terms)).astype(np.int64)
+            taken[at] = group.frames.num_used
+        used[-1], idle[-1] = self._count(frames.anchor(Tier.DEVICE).frame != 0), unheld
+        taken[-1] = int(used[-1].sum())
+        self.used, self.idle = self._strides @ used, self._strides @ idle
+        self._others = self._strides @ np.array(taken) - self.used.sum(axis=1)
+        self._unheld = list(unheld)
+        self._bound[:] = self.used
+
+    def in_bytes(self) -> tuple[Lengths, Lengths]:
+        """Bytes that each tenant holds, and those that are idle, of the groups' frames."""
+        self._look()
+        rooms, layouts = self._rooms, [group.layout.bytes_per_frame for group in self._plan.groups]
+        units = np.array([1 if room.is_shared else layouts[room.indices[0]] for room in rooms])
+        held = (self.used - self.idle)[: len(rooms)]
+        return units @ held, units @ self.idle[: len(rooms)]
+
+    def wanted_by(self, rows: Rows, counts: Lengths, growing: Rows) -> Lengths:
+        """Frames by group and tenant, and page ids in the last line, that `growing` rows need for `counts[i]` pages
+        more, and all `rows` for their next step."""
+        num = len(self.terms)
+        new = np.bincount(self.of_row[growing], counts, num).astype(np.int64)
+        wanted = np.tile(new, (len(self._groups) + 1, 1))
+        for at, group in enumerate(self._groups):
+            if group.reach.in_place:
+                tenants = self.of_row[rows]
+                wanted[at] = [group.wanted(rows[tenants == each], int(new[each])) for each in range(num)]
+        return wanted
+
+    def pages_by(self, pages: Sequence[Ids]) -> Lengths:
+        """As `wanted_by`, for these pages of each group, and in the last line."""
+        return np.stack([np.bincount(self.of_page[each], minlength=len(self.terms)) for each in pages])
+
+    # -- who may grow
+
+    def granted(self, wanted: Lengths) -> None:
+        """These frames are allocated next."""
+        self._bound += self._strides @ wanted
+
+    def is_tight(self, wanted: Lengths) -> bool:
+        """Whether so many frames more may need an eviction, or a refusal. It counts only if that is not plain."""
+        units = self._strides @ wanted
+        floors, ceilings = self.limits()
+        self._bound += units
+        free = self._totals() - self._strides @ np.array([*(g.frames.num_used for g in self._groups), 0])
+        if self._accounts[-1].strides[-1]:
+            free[-1] = self._num_free_pages()
+        if (units.sum(axis=1) + floors.sum(axis=1) <= free).all() and (self._bound <= ceilings).all():
+            return False
+        refused = self.refusal(wanted)
+        self.granted(wanted)
+        return bool(refused) or bool((self.used + units > ceilings).any())
+
+    def refusal(self, wanted: Lengths, soft: Lengths | None = None) -> str:
+        """Why these frames, by group and tenant, cannot be had even if all is evicted that may be; "" if they can. Idle
+        are also `soft` retentions, pages by tenant. Says who is `over`, and what each may lose."""
+        self._look()
+        self._wanted = self._strides @ wanted
+        floors, ceilings = self.limits()
+        after = self.used - self.idle + self._wanted
+        if soft is not None:
+            after -= np.array([each.per_page for each in self._accounts])[:, None] * soft
+        beyond = (after > ceilings) & (self._wanted > 0)
+        if beyond.any():
+            self.over = np.logical_or.reduce(beyond)
+            at, tenant = np.argwhere(beyond)[0].tolist()
+            return self._told(at, tenant, int(after[at, tenant]), int(ceilings[at, tenant]))
+        above = after > floors
+        lack = np.maximum(after, floors).sum(axis=1) + self._others - self._totals()
+        self.over = np.logical_or.reduce(above[lack > 0] if (lack > 0).any() else above)
+        if not self.over.any():
+            self.over = np.ones_like(self.over)
+        self.lack_pages = max(
+            0, *(-(-int(n) // each.per_page) for n, each in zip(lack, self._accounts, strict=True) if each.per_page)
+        )
+        if (lack <= 0).all():
+            return ""
+        names = [f"'{self.terms[each].name}'" for each in np.flatnonzero((floors > after)[lack > 0].any(axis=0))]
+        promised = f"; the rest is promised to {', '.join(names)}" if names else ""
+        return f"{int(lack.max())} units are missing beside what tenants hold{promised}"
+
+    def _told(self, at: int, tenant: int, need: int, most: int) -> str:
+        share = f"{need / max(1, self._accounts[at].total()):.1%}"
+        held = int((self.used - self.idle)[at, tenant]) / max(1, self._accounts[at].total())
+        name, ceiling = self.terms[tenant].name, most / max(1, self._accounts[at].total())
+        return (
+            f"tenant '{name}' would hold {share} of the KV memory, and its ceiling is {ceiling:.1%}: its running "
+            f"requests, sessions and retentions hold {held:.1%}"
+        )
+
+    # -- who loses
+
+    def begin_eviction(self, wanted: Lengths) -> None:
+        """From now on tenants lose only what `wanted` lets them lose. `end_eviction` follows."""
+        self._look()
+        self._is_limited, self._wanted = True, self._strides @ wanted
+        self._spare = self._spared()
+        self._kept = []
+        for tenant, unheld in enumerate(self._unheld):
+            pages = [
+                int(spare[tenant]) // each.per_page
+                for spare, each in zip(self._spare, self._accounts, strict=True)
+                if each.per_page
+            ]
+            self._kept.append(unheld - max(0, min(pages)))
+
+    def end_eviction(self) -> None:
+        """Callers may evict what they like."""
+        self._kept = [0] * len(self.terms)
+        self._is_limited, self._only = False, None
+
+    def _spared(self) -> Lengths:
+        """Units that each tenant may lose."""
+        floors, _ = self.limits()
+        held = self.used - self.idle
+        spare: Lengths = np.maximum(0, self.idle - np.maximum(0, floors - held - self._wanted))
+        return spare
+
+    def overflows(self) -> Iterator[tuple[int, int, int]]:
+        """Accounts and tenants that would pass a ceiling, and by how many units."""
+        _, ceilings = self.limits()
+        excess = self.used + self._wanted - ceilings
+        for at, tenant in np.argwhere((excess > 0) & (self._wanted > 0)).tolist():
+            yield at, tenant, int(excess[at, tenant])
+
+    def cut(self, at: int, tenant: int, units: int) -> int:
+        """From now on only this tenant loses pages: returns how many to evict for an account, 0 where its frames go
+        without pages; these are reclaimed."""
+        account = self._accounts[at]
+        if account.per_page:
+            self._only = tenant
+            return max(1, units // account.per_page)
+        for index in np.flatnonzero(account.strides[:-1]).tolist():
+            group = self._groups[index]
+            group.evict(-(-units // int(account.strides[index])), Rank.USED, self._is_of(tenant))
+        return 0
+
+    def losers(self) -> Iterator[int]:
+        """For `TenantPolicies`: most above its floor first, by weight."""
+        if self._only is not None:
+            return iter((self._only,))
+        return iter(self._order(self._main, self._tree.num_unheld))
+
+    def may_lose(self, tenant: int) -> int:
+        """For `TenantPolicies`."""
+        unheld = self._tree.num_unheld[tenant]
+        return unheld if self._only is not None else max(0, unheld - self._kept[tenant])
+
+    def lost(self, before: Sequence[int]) -> None:
+        """An eviction has ended: `before` it tenants had so many idle pages."""
+        for tenant, (had, has) in enumerate(zip(before, self._tree.num_unheld, strict=True)):
+            if self._is_limited and not self._wanted[self._main, tenant]:
+                self.uses[tenant].lost_pages += had - has
+
+    def evict_frames(self, group: int, num_frames: int, most: Rank) -> int:
+        """Reclaim frames of a group that is read in part, from tenants that may lose them. Returns how many."""
+        self._look()
+        at = next(at for at, each in enumerate(self._accounts) if each.strides[group])
+        spare = self._spared()[at] if self._is_limited else self.idle[at]
+        stride, num_left = int(self._strides[at, group]), num_frames
+        for tenant in self._order(at, None):
+            count = min(num_left, int(spare[tenant]) // stride)
+            if count > 0:
+                num_left -= self._groups[group].evict(count, most, self._is_of(tenant))
+        return num_frames - num_left
+
+    def may_keep(self, group: int, row: int, rank: Rank) -> bool:
+        """Whether a row may have one frame more of a group, for a checkpoint of this rank, which is free then."""
+        wanted = np.zeros((len(self._groups) + 1, len(self.terms)), dtype=np.int64)
+        wanted[group, self.of_row[row]] = 1
+        if self.refusal(wanted) or any(self.overflows()):
+            return False
+        if not self._groups[group].num_free:
+            self.begin_eviction(wanted)
+            self.evict_frames(group, 1, rank)
+            self.end_eviction()
+        self.granted(wanted)
+        return bool(self._groups[group].num_free)
+
+    def _is_of(self, tenant: int) -> Any:
+        return lambda pages: self.of_page[pages] == tenant
+
+    def _order(self, at: int, unheld: Sequence[int] | None) -> list[int]:
+        """Tenants that may lose pages, or frames of an account: most above its floor first, by weight."""
+        floors, _ = self.limits()
+        used = self.used[at] + self._wanted[at] - floors[at]
+        if unheld is not None:  # pages have gone since the last look
+            used = used - self._accounts[at].per_page * (np.array(self._unheld) - np.array(unheld))
+        first = sorted(range(len(self.terms)), key=lambda each: -float(used[each]) / self.terms[each].weight)
+        return first if unheld is None else [each for each in first if self.may_lose(each) > 0]
+
+    # -- whose request is next
+
+    def take_turns(self, queues: dict[int, deque[R]], cost: Any) -> list[R]:
+        """Requests of several tenants in the order of weighted fair queueing, each tenant's in its own order. A round
+        of admissions begins."""
+        turns = self._turns
+        self._passed, self._is_short = [False] * len(self.terms), False
+        for tenant in queues.keys() - turns.waiting:
+            turns.spent[tenant] = max(turns.spent[tenant], turns.now)
+        turns.waiting = set(queues)
+        spent, order = {tenant: turns.spent[tenant] for tenant in queues}, list[R]()
+        turns.now = max(turns.now, min(spent.values(), default=turns.now))
+        while spent:
+            tenant = min(spent, key=lambda each: (spent[each], each))
+            order.append(queues[tenant].popleft())
+            spent[tenant] += cost(order[-1]) / self.terms[tenant].weight
+            if not queues[tenant]:
+                del spent[tenant]
+        return order
+
+    def charge(self, namespace: Namespace, num_tokens: int) -> None:
+        """A request of this namespace took so many tokens of steps."""
+        tenant = self.number(namespace)
+        self._turns.spent[tenant] += num_tokens / self.terms[tenant].weight
+
+    def objection(self, namespace: Namespace, wanted: Lengths, soft: Lengths, more: int) -> str | None:
+        """Why a request with these claims, by group and tenant, does not begin now; "" if its tenant allows it, or
+        would if `more` pages were idle. None: it is within its tenant's floor, so it has room."""
+        tenant = self.number(namespace)
+        refused = self.refusal(wanted, soft + more * self.over)
+        floors, _ = self.limits()
+        if ((self.used - self.idle + self._wanted)[:, tenant] <= floors[:, tenant]).all():
+            return None
+        if not refused and self._is_short:
+            return "a request of another tenant, which came before, waits for room"
+        return refused
+
+    def passes(self, namespace: Namespace) -> bool:
+        """A request of this namespace lacks room: those of other tenants may begin before it. Beside a full tenant
+        these are all, else those within their floors."""
+        tenant = self.number(namespace)
+        self._passed[tenant] = True
+        _, ceilings = self.limits()
+        own = (self.used - self.idle + self._wanted)[:, tenant] > ceilings[:, tenant]
+        self._is_short = self._is_short or not own.any()
+        return True
+
+    def was_passed(self, namespace: Namespace) -> bool:
+        """Whether an earlier request of the same tenant lacks room in this round."""
+        return self._passed[self.number(namespace)]
+
+    # -- for messages
+
+    def out_of_pages(self, num_new: int, free: int, why: str) -> OutOfPages:
+        """The error for `refusal`."""
+        return OutOfPages(group="pages", wanted=num_new, free=free, evictable=0, held_by=why)
+
+    def too_large(self, namespace: Namespace, num_pages: int) -> str:
+        """Why a request of so many pages can never run; "" if it can."""
+        most = self.most_pages(namespace)
+        if num_pages <= most:
+            return ""
+        each = self.terms[self.number(namespace)]
+        ceiling = f"its ceiling is {each.ceiling}" if each.ceiling is not None else "it has no ceiling"
+        promised = ", ".join(f"'{t.name}' {t.floor}" for t in self.terms if t is not each and str(t.floor) != "0%")
+        told = f"{ceiling}; promised to others: {promised or 'nothing'}"
+        return f"needs {num_pages} pages; tenant '{each.name}' can have {most} of {self._plan.num_pages} ({told})"

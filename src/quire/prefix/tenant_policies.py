@@ -1,0 +1,101 @@
+"""TenantPolicies: an eviction policy for each tenant, and the choice of the tenant that loses the next page."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, count
+
+from quire.counters import added
+from quire.lazy_queue import LazyQueue
+from quire.prefix.forecast import Forecast
+from quire.prefix.node import Node, Returned
+from quire.prefix.policy import EvictionPolicy, live
+from quire.spec.ending import Ending
+from quire.spec.events import Namespace
+
+
+class TenantShares:
+    """What a cache knows of its tenants, by their numbers. In this class there is one."""
+
+    num_tenants = 1
+
+    def number(self, namespace: Namespace) -> int:
+        """The tenant of a namespace."""
+        return 0
+
+    def losers(self) -> Iterable[int]:
+        """Tenants that may lose cached pages now, in the order in which they lose them."""
+        return (0,)
+
+    def may_lose(self, tenant: int) -> int:
+        """How many cached pages a tenant may lose now."""
+        return sys.maxsize
+
+
+ONE_TENANT = TenantShares()
+
+
+class TenantPolicies(EvictionPolicy):
+    """A leaf is a candidate of the policy of its tenant. `shares` says which tenant loses next, and how much."""
+
+    takes_ended = True
+
+    def __init__(self, make: Callable[[], EvictionPolicy], shares: TenantShares) -> None:
+        self._policies = [make() for _ in range(shares.num_tenants)]
+        self._ended: list[LazyQueue[Node]] = [LazyQueue(live) for _ in range(shares.num_tenants)]
+        self._tickets = count(1)
+        self._shares = shares
+
+    def timed_by(self, seconds: Callable[[], float]) -> None:
+        for policy in self._policies:
+            policy.timed_by(seconds)
+
+    def used(self, node: Node) -> None:
+        self._policies[node.tenant].used(node)
+
+    def stored(self, node: Node, num_pages: int, returned: Returned) -> None:
+        self._policies[node.tenant].stored(node, num_pages, returned)
+
+    def merged(self, child: Node, parent: Node) -> None:
+        self._policies[child.tenant].merged(child, parent)
+
+    def priced_by(self, growth: float) -> None:
+        for policy in self._policies:
+            policy.priced_by(growth)
+
+    def end_of(self, node: Node) -> tuple[int, object]:
+        return node.tenant, self._policies[node.tenant].end_of(node)
+
+    def told(self, memo: object, ending: Ending) -> None:
+        assert isinstance(memo, tuple)
+        self._policies[memo[0]].told(memo[1], ending)
+
+    def forecast(self, node: Node) -> Forecast | None:
+        return self._policies[node.tenant].forecast(node)
+
+    def offered(self, node: Node) -> None:
+        if not node.is_over:
+            self._policies[node.tenant].offered(node)
+        else:
+            node.ticket = -next(self._tickets)  # the tickets of policies are above 0
+            self._ended[node.tenant].push(node.ticket, node)
+
+    def victim(self) -> Node | None:
+        for tenant in self._shares.losers():
+            if (entry := self._ended[tenant].pop()) is not None:
+                entry.item.ticket = 0
+                return entry.item
+            if (node := self._policies[tenant].victim()) is not None:
+                return node
+        return None
+
+    def most(self, node: Node) -> int:
+        return min(node.num_pages, self._shares.may_lose(node.tenant))
+
+    def counters(self) -> object | None:
+        found = [policy.counters() for policy in self._policies]
+        return None if found[0] is None else added(found)
+
+    def candidates(self) -> Iterator[Node]:
+        return chain(*self._ended, *(policy.candidates() for policy in self._policies))

@@ -1,0 +1,237 @@
+"""Tenants on a scheduler with a model that needs no device: floors, ceilings, turns, and a machine of all of them."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from quire.cache import KVCache
+from quire.errors import InvalidInput, RequestTooLarge
+from quire.offload import Offloads, offload_of
+from quire.scheduler.policy import scheduling_policy
+from quire.scheduler.request import Request, RequestState
+from quire.scheduler.sampling_params import SamplingParams
+from quire.scheduler.scheduler import Scheduler
+from quire.settings.tenants import tenants_of
+from quire.spec.events import Namespace
+from quire.spec.group import ReachSpec
+from quire.testing import FakeModel, small_plan
+from tests.changes import CORE, slow_unless_changed
+from tests.choices import drawn
+from tests.scheduler.tenant_machine import TenantMachine, run_tenants
+
+QUIET, NOISY = Namespace(salt="quiet/"), Namespace(salt="noisy/")
+
+
+class TenantServer:
+    """Serves requests of tenants to their ends, in pages of one token."""
+
+    def __init__(
+        self, terms: dict[str, Any], *, num_pages: int = 40, max_running: int = 4, kinds: str = "full"
+    ) -> None:
+        reaches = {"full": (ReachSpec(),), "state": (ReachSpec(), ReachSpec("state"))}[kinds]
+        plan = small_plan(
+            num_pages,
+            1,
+            max_requests=max_running,
+            groups=tuple(reach.kind for reach in reaches),
+            reaches=reaches,
+            frames=(num_pages, 12)[: len(reaches)],
+        )
+        self.cache = KVCache(plan, offload=Offloads(retain_share=0.9), tenants=tenants_of(terms), checkpoint_interval=4)
+        tenants = self.cache.parts.tenants
+        assert tenants is not None
+        self.tenants = tenants
+        policy = scheduling_policy("fcfs", tenants)
+        self.scheduler = Scheduler(self.cache, policy, max_running=max_running, max_tokens=64)
+        self.model = FakeModel(self.cache, 3)
+        self.arrived = 0
+
+    def add(self, namespace: Namespace, prompt: list[int], most: int = 1) -> Request:
+        """A request waits."""
+        params = SamplingParams(max_tokens=most)
+        tokens = np.array(prompt, dtype=np.int32)
+        name, owner = f"r{self.arrived}", namespace.salt.rstrip("/")
+        request = Request(name, tokens, params, max_tokens=most, namespace=namespace, owner=owner)
+        self.arrived += 1
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> list[Request]:
+        """One step; returns the requests that began in it."""
+        step = self.scheduler.schedule()
+        if len(step):
+            launched = self.model.launch(step)
+            self.scheduler.settle(step, self.model.execute(launched))
+            self.cache.close_fence(launched.fence)
+        self.cache.audit()
+        return list(step.admitted)
+
+    def run(self, *requests: Request) -> None:
+        """Until all of these have ended."""
+        for _ in range(200):
+            if all(request.state is RequestState.FINISHED for request in requests):
+                return
+            self.step()
+        raise AssertionError([request.wait_reason for request in requests])
+
+    def serve(self, namespace: Namespace, prompt: list[int], most: int = 1) -> int:
+        """One request alone; returns its hit tokens."""
+        request = self.add(namespace, prompt, most)
+        self.run(request)
+        return request.num_cached
+
+
+def text(number: int, length: int) -> list[int]:
+    """A prompt that begins as no other."""
+    return [number] * length
+
+
+def test_what_lies_within_a_floor_stays() -> None:
+    server = TenantServer({"quiet": {"floor": "25%"}, "noisy": {}})
+    assert server.serve(QUIET, text(1, 9)) == 0
+    for number in range(12):
+        server.serve(NOISY, text(number, 12))
+    assert server.serve(QUIET, text(1, 9)) == 8, "all but the last token of a prompt can be cached"
+
+
+def test_a_floor_is_lent_to_what_is_cached() -> None:
+    server = TenantServer({"quiet": {"floor": "50%"}, "noisy": {}})
+    for number in range(6):
+        server.serve(NOISY, text(number, 6))
+    assert server.tenants.in_bytes()[1].tolist() == [0, 0, 36], "all memory is used while its owner does not want it"
+    assert server.serve(QUIET, text(3, 20)) == 0
+    assert server.tenants.in_bytes()[1].tolist()[1:] == [20, 20]
+    assert server.tenants.uses[2].lost_pages == 16
+
+
+def test_running_requests_of_others_take_nothing_of_a_floor() -> None:
+    server = TenantServer({"quiet": {"floor": "50%"}, "noisy": {}})
+    first, second = server.add(NOISY, text(1, 12), most=6), server.add(NOISY, text(2, 12), most=6)
+    assert server.step() == [first]
+    assert "promised to 'quiet'" in second.wait_reason
+    quiet = server.add(QUIET, text(1, 12), most=6)
+    assert server.step() == [quiet], "it passes a request that waits for room, within its floor"
+    server.run(first, second, quiet)
+    assert server.scheduler.num_preemptions == 0
+
+
+def test_a_full_tenant_blocks_no_other() -> None:
+    server = TenantServer({"noisy": {"ceiling": "30%"}, "quiet": {}})
+    first, second = server.add(NOISY, text(1, 9), most=2), server.add(NOISY, text(2, 9), most=2)
+    quiet = server.add(QUIET, text(1, 20), most=2)
+    assert set(server.step()) == {first, quiet}
+    assert "its ceiling is 30.0%" in second.wait_reason
+    server.run(first, second, quiet)
+    assert server.tenants.used[0, 1] <= 12
+
+
+def test_a_full_tenant_loses_its_own_pages() -> None:
+    server = TenantServer({"noisy": {"ceiling": "30%"}, "quiet": {}})
+    server.serve(QUIET, text(1, 12))
+    for number in range(5):
+        server.serve(NOISY, text(number, 10))
+        server.tenants._look()
+        assert server.tenants.used[0, 1] <= 12
+    assert server.serve(QUIET, text(1, 12)) == 11 and server.tenants.uses[2].lost_pages == 0
+
+
+def test_what_can_never_run_is_refused_at_once() -> None:
+    server = TenantServer({"noisy": {"ceiling": "30%"}, "quiet": {"floor": "50%"}})
+    with pytest.raises(RequestTooLarge, match=r"tenant 'noisy' can have 12 of 40.*its ceiling is 30%"):
+        server.add(NOISY, text(1, 12), most=2)
+    with pytest.raises(RequestTooLarge, match=r"tenant 'default' can have 20 of 40.*promised to others: 'quiet' 50%"):
+        server.add(Namespace(), text(1, 21), most=2)
+    assert server.serve(QUIET, text(1, 39)) == 0
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (3.0, 1.0), (0.5, 2.0)])
+def test_turns_are_by_weight(weights: tuple[float, float]) -> None:
+    """Both have always requests that wait: what each gets is as its weight."""
+    server = TenantServer({"quiet": {"weight": weights[0]}, "noisy": {"weight": weights[1]}}, max_running=1)
+    began = Counter[str]()
+    queue = [server.add(space, text(number, 5)) for number in range(60) for space in (NOISY, QUIET)]
+    while sum(began.values()) < 48:
+        for request in server.step():
+            began[request.namespace.salt] += 1
+            tokens = request.num_tokens - request.num_cached
+            server.tenants.charge(request.namespace, tokens)
+    assert began["quiet/"] == pytest.approx(48 * weights[0] / sum(weights), abs=2)
+    assert queue[0].state is RequestState.FINISHED
+
+
+def test_who_was_away_has_saved_nothing() -> None:
+    server = TenantServer({"quiet": {}, "noisy": {}})
+    order = server.tenants.take_turns({2: deque("n")}, lambda _: 10)
+    assert order == ["n"]
+    server.tenants.charge(NOISY, 1000)
+    server.tenants.take_turns({2: deque("n")}, lambda _: 10)
+    order = server.tenants.take_turns({1: deque("qqqqqq"), 2: deque("nnnnnn")}, lambda _: 10)
+    assert order[:4].count("n") == 2, "the one that comes back is as if it had always been there"
+
+
+def test_terms_change_while_requests_run() -> None:
+    server = TenantServer({"noisy": {}, "quiet": {}})
+    for number in range(4):
+        server.serve(NOISY, text(number, 9))
+    request = server.add(NOISY, text(7, 20), most=5)
+    server.step()
+    with pytest.raises(InvalidInput, match="request r4 of tenant 'noisy' needs 24 pages, and could have 12 then"):
+        server.tenants.change("noisy", {"ceiling": "30%"}, [("r4", NOISY, 24)])
+    server.tenants.change("quiet", {"floor": "40%"})
+    with pytest.raises(InvalidInput, match=r"the floors need 110.0% of the KV memory.*'noisy' 70.0%, 'quiet' 40.0%"):
+        server.tenants.change("noisy", {"floor": "70%"})
+    with pytest.raises(InvalidInput, match="there is no tenant 'other'"):
+        server.tenants.change("other", {"floor": "1%"})
+    assert [str(each.floor) for each in server.tenants.terms] == ["0%", "0%", "40%"]
+    server.run(request)
+    server.tenants.change("noisy", {"ceiling": "30%"})
+    server.serve(NOISY, text(9, 4))
+    server.tenants._look()
+    assert server.tenants.used[0, 1] <= 12, "what it has above its ceiling goes when it asks next"
+
+
+def test_retentions_and_sessions_within_a_floor_stay() -> None:
+    server = TenantServer({"quiet": {"floor": "25%"}, "noisy": {}})
+    retention = offload_of(server.cache).retention
+    for space in (QUIET, NOISY):
+        server.serve(space, text(1, 9))
+        retention.retain(np.array(text(1, 9), dtype=np.int32), space, ttl_seconds=60.0)
+    assert len(retention) == 2
+    server.serve(NOISY, text(2, 26))
+    kept = sorted(each.tokens for each in retention.listing().retentions)
+    assert kept[-1] == 9 > kept[0], "that of the tenant that lacks room becomes shorter, and no other"
+    assert server.serve(QUIET, text(1, 9)) == 8
+
+
+def test_checkpoints_within_a_floor_stay() -> None:
+    server = TenantServer({"quiet": {"floor": "50%"}, "noisy": {}}, kinds="state")
+    server.serve(QUIET, text(1, 9), most=2)
+    hits = server.serve(QUIET, [*text(1, 9), 1, 2], most=2)
+    assert hits > 0
+    for number in range(8):
+        server.serve(NOISY, text(number, 9), most=2)
+    assert server.serve(QUIET, [*text(1, 9), 1, 2], most=2) >= hits
+
+
+@slow_unless_changed(*CORE)
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_any_life(data: st.DataObject) -> None:
+    choices = drawn(data)
+    machine = TenantMachine(choices)
+    for _ in range(25):
+        machine.step(choices)
+    machine.end()
+
+
+@slow_unless_changed(*CORE)
+def test_forty_lives() -> None:
+    happened = sum((run_tenants(seed, 60) for seed in range(40)), Counter[str]())
+    names = ("hit", "evicted", "lost to others", "lacks room", "too large", "preempted", "changed", "not changed")
+    assert all(happened[name] > 5 for name in names), happened
