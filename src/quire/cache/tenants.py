@@ -136,9 +136,9 @@ class Tenants(TenantShares):
         rooms = self._rooms
         return sum(room.total if room.is_shared else room.total * layouts[room.indices[0]] for room in rooms)
 
-    def check(self, terms: Sequence[TenantTerms]) -> None:
-        """Raise InvalidInput unless the cache can keep these terms."""
-        check_tenants(terms, self.num_bytes)
+    def check(self, terms: Sequence[TenantTerms], num_bytes: int | None = None) -> None:
+        """Raise InvalidInput unless the cache can keep these terms, now or with so many bytes."""
+        check_tenants(terms, self.num_bytes if num_bytes is None else num_bytes)
 
     def change(self, name: str, given: Mapping[str, Any], requests: Iterable[tuple[str, Namespace, int]] = ()) -> None:
         """Other terms for a tenant, from now on. `requests` are ids, namespaces and pages at their end of those that

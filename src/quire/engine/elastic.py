@@ -51,6 +51,8 @@ class ElasticMemory(ResizingPart):
         self._num_bytes = whole.pool_bytes
         self._num_resizes = 0
         self.floors: list[Callable[[MemoryPlan], None]] = [self._fits_pins]
+        if (tenants := engine.cache.parts.tenants) is not None:
+            self.floors.append(lambda plan: tenants.check(tenants.terms, plan.pool_bytes))
         size_within(self._whole, self._least)
 
     # -- verbs
