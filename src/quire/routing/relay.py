@@ -39,8 +39,11 @@ _PAUSE_S, _SILENT_S = 0.2, 10.0
 _MOST_LOST = 2  # servers that may be lost with the same request: it may be its fault
 _PROGRESS = 16  # lines of a journal after which it is not the cause of what happened before
 
+SERVER = b"x-quire-server"
+"""Header of an answer: the name of the server that made it, or began it."""
+
 _OWN_HEADERS = (
-    {b"host", b"content-length", b"date", b"server", b"accept-encoding"}
+    {b"host", b"content-length", b"date", b"server", b"accept-encoding", SERVER}
     | {REQUEST_ID.lower().encode(), JOURNAL.lower().encode(), TOKENS.lower().encode()}
     | {b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect"}
     | {b"proxy-authenticate", b"proxy-authorization", b"proxy-connection"}
@@ -48,9 +51,6 @@ _OWN_HEADERS = (
 """Headers that belong to one connection, and those that each side writes anew."""
 
 _KEYS = {b"authorization", b"x-api-key"}
-
-SERVER = b"x-quire-server"
-"""Header of an answer: the name of the server that made it, or began it."""
 
 Headers = list[tuple[bytes, bytes]]
 
