@@ -21,7 +21,8 @@ import pytest
 from rich.console import Console
 
 from quire.cli.top import Seen, rows_of, shown
-from quire.counters import Histogram
+from quire.counters import Histogram, plain
+from quire.loop.tenants import TenantCounters
 from tests.cli.conftest import Run
 from tests.routing.live_router import LiveRouter
 from tests.serve.live_server import LiveServer
@@ -147,11 +148,12 @@ def test_in_a_terminal_it_goes_on_until_it_is_interrupted(server: LiveServer) ->
     os.close(ours)
 
 
-def test_what_is_shown_fits_80_columns_with_frames_that_were_given_back() -> None:
+def test_what_is_shown_fits_80_columns_with_tenants_and_frames_that_were_given_back() -> None:
     frames = {"private": 1234, "cached": 1234, "moving": 0, "quarantined": 0, "free": 1234, "released": 0}
     answer = {
         "prompt_tokens": 100_000, "hit_tokens": 90_000, "running_requests": 8, "frames": {"full": frames},
         "server": {name: Histogram().to_dict() for name in ("first_token_s", "inter_token_s")},
+        "tenants": {name: plain(TenantCounters(floor_bytes=3 << 20)) for name in ("default", "a-quiet-one")},
     }  # fmt: skip
     for released in (0, 1234):
         frames["released"] = released
@@ -161,4 +163,4 @@ def test_what_is_shown_fits_80_columns_with_frames_that_were_given_back() -> Non
         console.print(shown("http://127.0.0.1:8000", rows))
         text = console.export_text()
         assert max(map(len, (line.rstrip() for line in text.splitlines()))) <= 80, text
-        assert ("gone" in text) == bool(released)
+        assert ("gone" in text) == bool(released) and "a-quiet-one" in text and "3.00 MiB" in text

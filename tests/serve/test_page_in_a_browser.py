@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -200,6 +201,7 @@ def test_texts_are_shown_beside_a_strip_as_texts(tiny_model: Path, opened: Calla
 
 
 def test_the_tree_and_another_plan_are_told(live: LiveServer, opened: Callable[..., Any]) -> None:
+    complete(live, "This one has no salt. " * 3)
     opening = "All of these begin with one prefix of a few pages, and go on. "
     for number in range(3):
         complete(live, opening + f"{number} " * 20, cache_salt=HOSTILE)
@@ -237,6 +239,43 @@ def test_a_router_asks_all_and_the_page_shows_its_server(live: LiveServer, opene
             page.click(f"#{name.removesuffix('-told')}-ask")
             says(page, name, said)
             assert page.locator(f"#{name}").inner_text().count(said) == 1
+
+
+def test_tenants_have_what_they_were_promised(tiny_model: Path, tmp_path: Path, opened: Callable[..., Any]) -> None:
+    keys, tenants = tmp_path / "keys", tmp_path / "tenants.json"
+    keys.write_text("ann key-of-ann\nbob key-of-bob\n")
+    keys.chmod(0o600)
+    tenants.write_text(
+        json.dumps({HOSTILE: {"keys": ["ann"], "floor": "25%"}, "noisy": {"keys": ["bob"], "ceiling": "75%"}})
+    )
+    options = ("--kv-memory", "100KiB", "--tenants", str(tenants), "--api-keys", str(keys), "--canary", "off")
+    with LiveServer.quire("--model", str(tiny_model), *options, "--admin-key", "key-of-admin") as live:
+        for key in ("ann", "bob", "bob"):
+            headers = {"Authorization": f"Bearer key-of-{key}"}
+            status, answer = live.request("/v1/completions", {"prompt": "a" * 60, "max_tokens": 2}, headers=headers)
+            assert status == 200, answer
+        admin = {"Authorization": "Bearer key-of-admin"}
+        page = opened(live)
+        page.fill("#key-text", "key-of-admin")
+        page.keyboard.press("Enter")
+        page.locator(f'[data-id="{answer["id"]}"]').wait_for()
+        page.wait_for_timeout(2500)
+        found = live.request("/v1/cache/statistics", headers=admin)[1]["tenants"]
+        bars = [each.get_attribute("aria-label") for each in page.locator("#tenants .bar").all()]
+        assert [each.split(":")[0] for each in bars] == ["default", HOSTILE.split(":")[0], "noisy"]
+        places = page.locator("#tenants .mark").evaluate_all("all => all.map((each) => parseFloat(each.style.left))")
+        assert places == pytest.approx([25, 75], abs=0.1) and "floor" in bars[1] and "ceiling" in bars[2]
+        shown = [
+            (labels, value)
+            for name, labels, value, _ in page.evaluate(FIGURES)
+            if name == "quire_tenant_hit_tokens_total"
+        ]
+        assert shown == [(f"tenant={name}", each["hit_tokens"]) for name, each in found.items()] and shown[2][1] > 0
+        page.click("#tree-ask")
+        says(page, "tree-told", "Pages by tenant")
+        rows = page.locator("#tree-told table", has_text="in use by").first.locator("tbody tr").all_inner_texts()
+        assert sorted(tuple(row.split("\t")[:2]) for row in rows) == [("ann", HOSTILE), ("bob", "noisy")]
+        assert page.evaluate("window.harmed") is None
 
 
 def test_what_held_memory_when_it_was_short(live: LiveServer, opened: Callable[..., Any]) -> None:

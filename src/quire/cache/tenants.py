@@ -123,6 +123,9 @@ class Tenants(TenantShares):
         """The tenant of requests in that namespace."""
         return self._numbers.get(namespace.salt.partition("/")[0], 0)
 
+    def name(self, tenant: int) -> str:
+        return self.terms[tenant].name
+
     def is_over(self, namespace: Namespace) -> bool:
         """Whether what a namespace keeps may end for the request that was asked for last."""
         return bool(self.over[self.number(namespace)])

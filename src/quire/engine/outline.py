@@ -41,10 +41,11 @@ class Branch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamespaceUse:
-    """What a namespace has in the tree, as a `Branch`."""
+    """What a namespace has in the tree, as a `Branch`. `tenant` is "" where there are none."""
 
     adapter: str
     salt: str
+    tenant: str
     pages: int
     device_pages: int
     hits: int
@@ -99,7 +100,12 @@ def outline_of(tree: RadixCache, most_nodes: int = MOST_NODES, most_branches: in
         for at in places
     ]
     namespaces = [
-        NamespaceUse(adapter=root.namespace.adapter, salt=root.namespace.salt, **_counts(sums[:, at]))
+        NamespaceUse(
+            adapter=root.namespace.adapter,
+            salt=root.namespace.salt,
+            tenant=tree.tenants.name(root.tenant),
+            **_counts(sums[:, at]),
+        )
         for at, root in enumerate(roots)
     ]
     return Outline(

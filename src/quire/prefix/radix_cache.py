@@ -81,7 +81,7 @@ class RadixCache:
         self.policy = policy
         policy.timed_by(seconds)
         self.names = PageNames(self._page_bytes, identity, emit, num_named)
-        self._seconds, self._tenants = seconds, tenants
+        self._seconds, self.tenants = seconds, tenants
         self.roots: dict[Namespace, Node] = {}
         self.hidden_roots: list[Node] = []  # roots of flushed namespaces, while a lease holds pages below
         self.evicted = EvictedEdges(remembered * TOKEN_BYTES, self._page_bytes, self._drop_root)
@@ -113,7 +113,7 @@ class RadixCache:
         root = self.roots.get(namespace)
         if root is None:
             root = self.roots[namespace] = Node(namespace, None, b"", b"", 0, self._clock)
-            root.tenant = self._tenants.number(namespace)
+            root.tenant = self.tenants.number(namespace)
         return root
 
     # -- finding

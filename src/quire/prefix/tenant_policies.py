@@ -24,6 +24,10 @@ class TenantShares:
         """The tenant of a namespace."""
         return 0
 
+    def name(self, tenant: int) -> str:
+        """What a tenant is called; "" where there is one."""
+        return ""
+
     def losers(self) -> Iterable[int]:
         """Tenants that may lose cached pages now, in the order in which they lose them."""
         return (0,)

@@ -9,20 +9,31 @@ export function treeTold({ branches, namespaces, num_nodes: nodes, whole, page_s
   const name = (each) => (each.adapter ? `${each.name}, adapter ${each.adapter}` : each.name);
   const all = namespaces.reduce((sum, each) => sum + each.pages, 0);
   const most = namespaces.toSorted((a, b) => b.pages - a.pages);
-  const parts = most.slice(0, DISTINCT.length - 1).map((each, at) => ({ name: name(each), value: each.pages, color: DISTINCT[at] }));
-  const others = most.slice(DISTINCT.length - 1).reduce((sum, each) => sum + each.pages, 0);
-  if (others) parts.push({ name: "all others", value: others, color: DISTINCT.at(-1) });
+  const tenants = {};
+  for (const { tenant, pages } of namespaces) if (tenant) tenants[tenant] = (tenants[tenant] ?? 0) + pages;
+  const owners = Object.entries(tenants).toSorted(([, a], [, b]) => b - a);
+  const owner = owners.length ? ["tenant"] : [];
+  const of = (each) => owner.map(() => each.tenant);
   const counts = (each) => [count(each.pages), count(each.device_pages), count(each.hits), count(each.leases)];
   return [
     make("p", {}, `${count(nodes)} edges${whole ? "" : " near the roots, of more"}, ${count(all)} pages of ${count(size)} tokens.`),
-    make("h3", {}, "Pages by namespace"), ...bar("Pages by namespace", parts),
-    table("Namespaces", ["namespace", "pages", "on the device", "hits", "in use by"], most.map((each) => [name(each), ...counts(each)])),
-    table(order ? `Prefixes, those with most ${order} first` : "Prefixes, each inside the one above it", ["tokens of the prefix", "pages with all below", "share", "on the device", "hits", "in use by", "go on in", "namespace", "expected back"],
+    ...(owners.length ? shares("Pages by tenant", owners) : []),
+    ...shares("Pages by namespace", most.map((each) => [name(each), each.pages])),
+    table("Namespaces", ["namespace", ...owner, "pages", "on the device", "hits", "in use by"], most.map((each) => [name(each), ...of(each), ...counts(each)])),
+    table(order ? `Prefixes, those with most ${order} first` : "Prefixes, each inside the one above it", ["tokens of the prefix", "pages with all below", "share", "on the device", "hits", "in use by", "go on in", ...owner, "namespace", "expected back"],
       (order ? branches.toSorted((a, b) => b[order] - a[order]).map((each) => [each, 0]) : inOrder(branches)).map(([each, level]) => {
         const [pages, ...more] = counts(each);
-        return [prefix(each, level, size), pages, share(each.pages, all), ...more, count(each.children), name(namespaces[each.namespace]), expected(each)];
+        return [prefix(each, level, size), pages, share(each.pages, all), ...more, count(each.children), ...of(namespaces[each.namespace]), name(namespaces[each.namespace]), expected(each)];
       })),
   ];
+}
+
+// A bar of the first ones, which have most.
+function shares(label, found) {
+  const parts = found.slice(0, DISTINCT.length - 1).map(([name, value], at) => ({ name, value, color: DISTINCT[at] }));
+  const others = found.slice(DISTINCT.length - 1).reduce((sum, [, pages]) => sum + pages, 0);
+  if (others) parts.push({ name: "all others", value: others, color: DISTINCT.at(-1) });
+  return [make("h3", {}, label), ...bar(label, parts)];
 }
 
 // Each branch after the one that it is in, the largest first, with its level.
