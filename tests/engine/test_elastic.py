@@ -274,3 +274,42 @@ def test_pages_that_are_pinned_keep_their_memory() -> None:
         core.resize(ResizeRequest(device_bytes=core.memory().device.least))
     assert "release pins" in caught.value.fix
     core.close()
+
+
+@pytest.mark.parametrize("stored", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_host_memory_gets_smaller_and_larger_and_records_stay_right(stored: bool, tmp_path: Any) -> None:
+    """Records move in host memory, beside saves, loads and archives."""
+    more = {"storage": str(tmp_path), "storage_size": "64MiB", "prefetch": "wait_complete"} if stored else {}
+    core = engine("quire-bundled", "1MiB..2MiB", load="always", host_memory="16MiB", **more)
+    most = core.memory().host
+    assert most is not None and most.reached == most.most
+    done = 0
+
+    def between(step: int) -> None:
+        nonlocal done
+        if step % 60 == 4:
+            size = (most.most * 45 // 100, most.most)[done % 2]
+            found = answer(core, core.resize(ResizeRequest(host_bytes=size)))
+            assert found.host is not None and (found.host.reached <= size or not found.done)
+            done += 1
+
+    for turn in range(4):
+        assert stepped(core, added(core, f"t{turn}"), between) == expected("quire-bundled")
+        answer(core, core.resize(ResizeRequest(host_bytes=most.most * 30 // 100)))
+        last = run(core, prompts()[-9:], params()[-9:], f"again{turn}")
+        assert last == expected("quire-bundled")[-9:], "what has stayed has other bytes"
+        answer(core, core.resize(ResizeRequest(host_bytes=most.most)))
+    tiers = core.statistics()["tiers"]
+    assert done > 4 and tiers["host_hit_tokens"] + tiers["storage_hit_tokens"] > 0
+    assert not tiers["failed_moves"]
+    resizing = memory_of(core)._host._resizing
+    assert resizing is not None and resizing.num_moved > 0
+    core.close()
+
+
+def test_host_memory_that_is_not_there_has_no_size() -> None:
+    core = engine("quire-bundled")
+    assert core.memory().host is None
+    with pytest.raises(RefusedCombination, match="there is none"):
+        core.resize(ResizeRequest(host_bytes=2**20))
+    core.close()

@@ -49,6 +49,7 @@ _ADD = {
     "--max-replicas": "--max-replicas 4",
     "--kv-events": "--kv-events tcp://127.0.0.1:5557",
     "prefix caching": "--prefix-caching",
+    "a range of --kv-memory": "--kv-memory 1GiB..4GiB",
 }
 
 _ADD_FOR = {"prefill_peers": "--role decode", "transfer_listen": "--role prefill"}
@@ -140,6 +141,11 @@ class CacheFields(WorthFields, TenantFields):
     )
     canary_reports: str | None = setting(
         None, "Folder for a file about each damaged page.", metavar="DIR", otherwise="the log, and GET /v1/cache/audit"
+    )
+    kv_pressure: bool = setting(
+        False,
+        "The KV memory gets smaller while the container, or the machine, is short of memory, and larger after that.",
+        needs="a range of --kv-memory",
     )
     identify_weights: bool = setting(False, "Read all weights to tell them from others.", option=None)
     enable_kv_events: bool = setting(False, "Record pages stored and removed (`engine.events`).", option=None)
@@ -439,6 +445,7 @@ class EngineConfig(RoleFields, StorageFields, CacheFields, StepFields, RankField
             "--role": given.get("role") is not None,
             "--kv-events": given.get("kv_events") is not None,
             "prefix caching": given.get("enable_prefix_caching", True),
+            "a range of --kv-memory": "kv_memory_least" in given or ".." in str(given.get("kv_memory")),
         }
         needed = {name: shown_of(cls, name)["needs"] for name in given if name in cls.model_fields}
         return {name: what for name, what in needed.items() if what and not there[what]}

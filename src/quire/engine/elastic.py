@@ -5,6 +5,7 @@ What leaves the pools is given back to the system, and what comes again is provi
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,9 +14,11 @@ from typing import TYPE_CHECKING
 
 from quire.cache.groups import PagedGroup
 from quire.counters import Section, counter, gauge
+from quire.engine.memory_pressure import PressureSizes
 from quire.engine.memory_report import MemoryHolder, MemoryReport, MemorySize, ResizeRequest
 from quire.engine.messages import Later
-from quire.errors import InvalidInput, PlanError, RefusedCombination
+from quire.engine.tier_size import HostMemorySize
+from quire.errors import InvalidInput, PlanError, QuireError, RefusedCombination
 from quire.loop import Part
 from quire.loop.resizing import ResizingPart
 from quire.offload import offload_of
@@ -24,6 +27,8 @@ from quire.plan.sizes import size_within
 
 if TYPE_CHECKING:
     from quire.engine.core import EngineCore
+
+logger = logging.getLogger(__name__)
 
 _MOST_HOLDERS = 16
 _LONGEST_S = 600.0
@@ -54,6 +59,7 @@ class ElasticMemory(ResizingPart):
         if (tenants := engine.cache.parts.tenants) is not None:
             self.floors.append(lambda plan: tenants.check(tenants.terms, plan.pool_bytes))
         size_within(self._whole, self._least)
+        self._host = HostMemorySize(engine)
 
     # -- verbs
 
@@ -61,12 +67,12 @@ class ElasticMemory(ResizingPart):
         """Have other bytes. Raises InvalidInput or PlanError, with nothing changed, if they cannot be."""
         if not 0 <= request.wait_s <= _LONGEST_S:
             raise InvalidInput(f"wait_s is {request.wait_s:g}.", fix=f"wait from 0 to {_LONGEST_S:g} seconds.")
+        if request.device_bytes is None and request.host_bytes is None:
+            raise InvalidInput("no size was given.", fix="give device_bytes, host_bytes or both.")
+        plan = self._resizing.plan if request.device_bytes is None else self._checked(request.device_bytes)
         if request.host_bytes is not None:
-            raise RefusedCombination("the size of host memory is fixed in this version.", fix="leave host_bytes out.")
-        if request.device_bytes is None:
-            raise InvalidInput("no size was given.", fix="give device_bytes.")
-        plan = self._checked(request.device_bytes)
-        self._asked = request.device_bytes
+            self._host.aim(request.host_bytes)
+        self._asked = request.device_bytes or self._asked
         return self._have(plan, released=self._resizing.is_released, preempts=request.preempt, wait_s=request.wait_s)
 
     def release(self, wait_s: float) -> Later[MemoryReport]:
@@ -84,21 +90,25 @@ class ElasticMemory(ResizingPart):
         self.aim(plan, released=released, preempts=preempts)
 
         def poll(waits: bool) -> MemoryReport | None:
-            if waits and not resizing.reached:
+            if waits and not self.is_done:
                 return None
             return self.report(resizing.num_evicted - evicted, counted.moved_frames - moved)
 
         return Later(poll=poll, until_s=time.monotonic() + wait_s)
 
+    @property
+    def is_done(self) -> bool:
+        return super().is_done and self._host.reached
+
     def report(self, evicted: int = 0, moved: int = 0) -> MemoryReport:
         """The sizes now."""
-        resizing, done = self._resizing, self._resizing.reached
+        resizing, done = self._resizing, self.is_done
         asked = 0 if resizing.is_released else self._asked
         return MemoryReport(
             done=done,
             released=resizing.is_released,
             device=MemorySize(asked=asked, reached=resizing.num_bytes, least=self._least, most=self._most),
-            host=None,
+            host=self._host.size(),
             evicted_pages=evicted,
             moved_frames=moved,
             holders=[] if done else self._holders(),
@@ -139,6 +149,7 @@ class ElasticMemory(ResizingPart):
         for group, pool in self._pools:
             if pool.backing.can_shrink:
                 pool.backing.resize((self._resizing.extent(group) + 1) * pool.layout.bytes_per_frame)
+        self._host.go_on()
         if self._num_bytes > before:
             threading.Thread(target=self._engine.populate, name="quire-populate", daemon=True).start()
 
@@ -166,10 +177,36 @@ class ElasticMemory(ResizingPart):
         return [("", MemoryCounters(kv_asked_bytes=asked, resizes=self._num_resizes))]
 
 
+class PressedMemory(ElasticMemory):
+    """Sizes that follow the pressure of memory (`quire.engine.memory_pressure`)."""
+
+    def __init__(self, engine: EngineCore) -> None:
+        super().__init__(engine)
+        self._sizes = PressureSizes(self._least, self._most)
+
+    @property
+    def is_due(self) -> bool:
+        return super().is_due or self._sizes.is_due
+
+    def before_schedule(self) -> None:
+        if self._sizes.is_due and not self._resizing.is_released:
+            size = self._sizes.next(self._asked)
+            if size != self._asked:
+                self.follow(size)
+        super().before_schedule()
+
+    def follow(self, num_bytes: int) -> None:
+        """Have so many bytes, unless they are too few for what has a floor."""
+        try:
+            self.resize(ResizeRequest(device_bytes=num_bytes))
+        except QuireError as error:
+            logger.warning("the KV memory stays as it is: %s", error)
+
+
 def memory_parts(engine: EngineCore) -> Iterator[Part]:
     """The part for another size; none where the memory of a pool is fixed."""
     if not why_fixed(engine):
-        yield ElasticMemory(engine)
+        yield PressedMemory(engine) if engine.config.kv_pressure else ElasticMemory(engine)
     elif engine.config.kv_memory_least is not None:
         raise RefusedCombination(f"--kv-memory from one size to another: {why_fixed(engine)}", fix="give one size.")
 

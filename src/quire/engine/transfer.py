@@ -31,7 +31,7 @@ def open_transfer(
     if config.role is None or host is None:
         return None
     assert config.transfer_secret is not None
-    return TransferNode(
+    node = TransferNode(
         identity,
         host,
         epoch=config.weights_epoch,
@@ -46,6 +46,9 @@ def open_transfer(
         label=config.transfer_name or "",
         wake=wake,
     )
+    if node.connector.kind != "tcp":
+        host.why_fixed = f"it is registered with {node.connector.kind}."
+    return node
 
 
 def transfer_parts(engine: EngineCore) -> Iterator[Part]:

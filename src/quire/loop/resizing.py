@@ -35,6 +35,11 @@ class ResizingPart(Part):
         self._loop = loop
 
     @property
+    def is_done(self) -> bool:
+        """Whether the size is the one that was asked for."""
+        return self._resizing.reached
+
+    @property
     def is_due(self) -> bool:
         if not self._is_busy:
             return False
@@ -69,5 +74,5 @@ class ResizingPart(Part):
                 break
             scheduler.preempt_last(_SMALLER)
         self._resized()
-        self._is_busy = not resizing.reached
+        self._is_busy = not self.is_done
         self._seen, self._again_at = self._cache.num_changes, self._seconds() + _AGAIN_S

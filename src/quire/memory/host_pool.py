@@ -103,6 +103,8 @@ class HostPool:
         self.frames = tuple(frames)
         self.num_bytes = records_bytes(groups, frames)
         self._pinned: PinnedSlices | None = None
+        self.why_fixed = ""
+        """Why its end cannot be given back, if so: its addresses are registered."""
         self._formats = [RecordFormat.of(part, group.layout) for part, group in enumerate(groups)]
         self._memory = reserve(self.num_bytes)
         self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
@@ -117,6 +119,7 @@ class HostPool:
             touch(self._bytes, threads, progress)
             if pinned and _has_cuda():
                 self._pinned = PinnedSlices(self._rows, progress)
+                self.why_fixed = "it is registered with CUDA."
         except BaseException:
             self.close()
             raise
@@ -149,6 +152,22 @@ class HostPool:
     def format(self, group: int) -> RecordFormat:
         """The format of a group's records."""
         return self._formats[group]
+
+    def move(self, group: int, sources: Ids, targets: Ids) -> None:
+        """Copy records of a group to other frames. No frame is among both."""
+        rows = self._rows[group]
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            rows[target] = rows[source]
+
+    def keep(self, group: int, frames: int) -> None:
+        """Have the first `frames` frames of a group, and give the memory of the others back to the system. Frames that
+        come again are zero, and provided when they are written."""
+        rows = self._rows[group]
+        first, stride = rows.ctypes.data - self._bytes.ctypes.data, rows.shape[1]
+        start = -(-(first + (frames + 1) * stride) // _SYSTEM_PAGE) * _SYSTEM_PAGE
+        stop = (first + rows.nbytes) // _SYSTEM_PAGE * _SYSTEM_PAGE
+        if start < stop:
+            self._memory.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
     def close(self) -> None:
         """Return the memory to the system, also while views exist. A second call does nothing."""

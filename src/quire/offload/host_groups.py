@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +43,7 @@ class HostFrameCounts:
     cached: int = in_state("cached", "host")
     moving: int = in_state("moving", "host")
     quarantined: int = in_state("quarantined", "host")
+    released: int = in_state("released", "host")
 
 
 class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
@@ -69,9 +70,13 @@ class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
     def counters(self) -> HostFrameCounts:
         """Frames by owner now."""
         cached, quarantined = int(np.count_nonzero(self.table.frame[1:])), len(self.quarantined)
-        moving = self.num_frames - self.num_free - quarantined - cached
         return HostFrameCounts(
-            total=self.num_frames, free=self.num_free, cached=cached, moving=moving, quarantined=quarantined
+            total=self.num_frames,
+            free=self.num_free,
+            cached=cached,
+            moving=self.num_used - quarantined - cached,
+            quarantined=quarantined,
+            released=self.num_released,
         )
 
     @property
@@ -117,6 +122,11 @@ class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
         self.quarantined.extend(frames[bad].tolist())
         while len(self.quarantined) > self.max_quarantined:
             self.free_frames(np.array([self.quarantined.popleft()], dtype=np.int32))
+
+    @property
+    def reads(self) -> Collection[int]:
+        """Frames that transfers read."""
+        return self._reads.keys()
 
     def good(self, pages: Ids) -> Bools:
         """Per page: whether it has a frame that is not known to be damaged."""

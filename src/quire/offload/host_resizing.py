@@ -1,0 +1,62 @@
+"""HostResizing: how many host frames each group has, up to those of its pool, while transfers run.
+
+As on the device (`quire.cache.resizing`): copies that are used least leave first, then the outermost records move to
+free frames, but for those that transfers read or write. Those move later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from quire.offload.host_groups import HostGroup
+from quire.offload.tiering import Tiering
+from quire.spec.ids import Ids
+
+
+class HostResizing:
+    """The size of the host tier of one cache. `move(group, sources, targets)` copies records at once."""
+
+    def __init__(self, tiers: Tiering, move: Callable[[int, Ids, Ids], None]) -> None:
+        self._tiers = tiers
+        self._move = move
+        self.goal: Sequence[int] = tuple(host.num_frames for host in tiers.hosts)
+        self.num_moved = 0
+
+    @property
+    def reached(self) -> bool:
+        """Whether each group has the frames of the goal, and uses none beyond."""
+        return all(self.extent(host.index) <= self.goal[host.index] for host in self._tiers.hosts)
+
+    def extent(self, group: int) -> int:
+        """The last frame of a group that has to have memory."""
+        ids = self._tiers.hosts[group].allocator.ids
+        return max(ids.limit, ids.last_used)
+
+    def go_on(self, goal: Sequence[int]) -> None:
+        """Go on towards so many frames of each group."""
+        self.goal = tuple(goal)
+        for host in self._tiers.hosts:
+            ids, wanted = host.allocator.ids, self.goal[host.index]
+            if wanted > ids.limit:
+                ids.resize(wanted)
+                continue
+            used = ids.size + 1
+            while wanted < ids.num_used < used:  # until nothing more can leave
+                used = ids.num_used
+                self._tiers.host_room(host, host.num_free + used - wanted)
+            ids.resize(wanted)
+            sources, targets = ids.move_inwards(self._fixed(host))
+            if len(sources):
+                self._move(host.index, sources, targets)
+                host.table.rebind(sources, targets)
+                self.num_moved += len(sources)
+
+    def _fixed(self, host: HostGroup) -> Ids:
+        """Frames beyond the limit that transfers read or write, or that no page has."""
+        ids = host.allocator.ids
+        beyond = ids.limit + 1 + np.flatnonzero(ids.is_out(slice(ids.limit + 1, None))).astype(np.int32)
+        loads = [part.host for each in self._tiers.moving.values() for part in each.parts if part.group == host.index]
+        still = np.concatenate([np.array([*host.reads], dtype=np.int32), *loads])
+        return beyond[~np.isin(beyond, host.table.frame) | np.isin(beyond, still)]
