@@ -148,6 +148,7 @@ def main() -> None:
     parser.add_argument("--page", default="64")
     parser.add_argument("--policy", default="lru,density", help="sieve, or one of quire replay --list")
     parser.add_argument("--closes", type=float, default=0.0, help="also with this share of sessions closed at the end")
+    parser.add_argument("--told", action="store_true", help="endings are told, and last tokens do not say them")
     parser.add_argument(
         "--no-optimum", action="store_true", help="leave out the optimum and the closed part of the gap"
     )
@@ -162,7 +163,7 @@ def main() -> None:
             best = 0.0 if given.no_optimum else bounds.optimal_hit_tokens(pool) / bounds.prompt_tokens
             lru = 0.0
             for policy, closes in itertools.product(given.policy.split(","), sorted({0.0, given.closes})):
-                found = replay_in_order(pages, pool, eviction_policy(policy), closes=closes)
+                found = replay_in_order(pages, pool, eviction_policy(policy), closes=closes, told=given.told)
                 rate = found.hit_rate(pages)
                 lru = rate if policy == "lru" and not closes else lru
                 gap = f"{(rate - lru) / (best - lru):6.1%} of the gap" if lru < best and rate != lru else ""

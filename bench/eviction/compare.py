@@ -38,7 +38,7 @@ import numpy as np
 import numpy.typing as npt
 from bench.eviction.cells import FILES, TRACES, Missing, Source, paged
 from bench.eviction.paged_trace import PagedTrace
-from bench.eviction.report import draw, tables, write_tables
+from bench.eviction.report import draw, tables, write_section
 from bench.eviction.sequential import replay_in_order
 from bench.eviction.timed_policy import TimedPolicy
 from bench.harness import ROOT
@@ -271,7 +271,7 @@ def main() -> None:
         result = json.loads(given.read.read_text())
         print(tables(result))
         if given.document is not None:
-            write_tables(result, given.document)
+            write_section(tables(result, largest_only=True), given.document)
         if given.plot is not None:
             draw(result, given.plot)
         return

@@ -3,7 +3,6 @@
 next        the next use of each page: with what runs pinned, nearly the optimum
 octave      the same, to the power of two seconds below the gap
 error1      the same, with an error of the gap of e ** N(0, 1); error2: of e ** N(0, 2)
-session     when the session that used a page last comes again, wherever it goes on
 dead        which pages are never used again; else LRU
 over        which sessions are over; else LRU
 branches    which pages of sessions that go on are never used again; else LRU
@@ -33,6 +32,11 @@ class Future:
         names, self._sessions = np.unique(trace.sessions, return_inverse=True)
         self.number = -1
         self._user = np.full(int(trace.ids.max()) + 1, -1)
+        self._is_shared = np.zeros(len(self._user), dtype=np.bool_)
+        for request, session in zip(self._trace, self._sessions.tolist(), strict=True):
+            before = self._user[request.pages]
+            self._is_shared[request.pages[(before >= 0) & (before != session)]] = True
+            self._user[request.pages] = session
         self._uses = [list[int]() for _ in range(len(self._user))]  # requests that look a page up, the last first
         self._turns = [list[int]() for _ in names]
         for number in reversed(range(len(trace))):
@@ -51,8 +55,10 @@ class Future:
         return self._next(self._uses[_last(node)])
 
     def session_gap(self, node: Node) -> float:
-        """Seconds until the session that used it last has another request; infinite if it has none."""
-        return self._next(self._turns[self._user[_last(node)]])
+        """Seconds until its session has another request, wherever; infinite if it has none. As `gap` for a page that
+        several sessions use."""
+        page = _last(node)
+        return self.gap(node) if self._is_shared[page] else self._next(self._turns[self._user[page]])
 
     @property
     def now(self) -> float:
@@ -87,7 +93,6 @@ def oracle(name: str, future: Future) -> Order:
         "octave": _seen(future, lambda gap: 2.0 ** math.floor(math.log2(max(gap, 1.0))) if gap < math.inf else gap),
         "error1": _seen(future, wrong(1.0)),
         "error2": _seen(future, wrong(2.0)),
-        "session": lambda node: (-future.now - future.session_gap(node), node.last_used),
         "dead": lambda node: (future.gap(node) < math.inf, node.last_used),
         "over": lambda node: (future.session_gap(node) < math.inf, node.last_used),
         "branches": lambda node: (future.gap(node) < math.inf or future.session_gap(node) == math.inf, node.last_used),
@@ -95,4 +100,4 @@ def oracle(name: str, future: Future) -> Order:
     return Order(keys[name])
 
 
-ORACLES = ("next", "octave", "error1", "error2", "session", "dead", "over", "branches")
+ORACLES = ("next", "octave", "error1", "error2", "dead", "over", "branches")

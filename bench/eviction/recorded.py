@@ -3,7 +3,7 @@
     python -m bench.eviction.recorded --sessions 30,60,120 --spacing 30,90,300 --seed 1,2,3 --policy lru,density
     python -m bench.eviction.recorded --odd --seed 31,32 --columns lru,density,density:told,density:closes=1 --brief
     python -m bench.eviction.recorded --odd --seed 31 --columns density,density:flops,oracle:next --json RESULT.json
-    python -m bench.eviction.recorded --read RESULT.json
+    python -m bench.eviction.recorded --read RESULT.json [--plot recorded.svg] [--document docs/guides/eviction.md]
 
 A column is a policy with marks: `told` (endings are told to it), `closes=0.5` (clients close that share of the
 sessions), `flops` (pages are worth what they cost to compute, at Llama 3.1 8B's cost). `oracle:NAME` knows a part of
@@ -23,7 +23,6 @@ import gzip
 import itertools
 import json
 import random
-from collections import defaultdict
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
@@ -35,6 +34,8 @@ from bench.eviction.drawn_endings import drawn_endings
 from bench.eviction.oracles import Future, oracle
 from bench.eviction.paged_trace import PagedTrace
 from bench.eviction.pinned import optimal_pinned, replay_pinned
+from bench.eviction.recorded_report import draw, lines, tables
+from bench.eviction.report import write_section
 from bench.harness import SHARED, machine, save
 
 from quire.cli.planned_model import planned_model
@@ -44,6 +45,7 @@ from quire.prefix.evict import eviction_policy
 PAGE = 64
 PATH = SHARED / "data/coding-agents.jsonl.gz"
 LONGEST = 120_000
+ALL = ", longer prompts too"
 MODEL = "llama-3.1-8b"
 """What prompts cost."""
 
@@ -158,7 +160,7 @@ def measured(kind: Composition, parts: list[str], columns: list[str], cells: dic
 
     def place(part: str, column: str) -> str:
         half = "odd" if kind.odd else "even"
-        half += "" if kind.longest_prompt == LONGEST else f" to {kind.longest_prompt}"
+        half += "" if kind.longest_prompt == LONGEST else ALL
         return f"{half}/{kind.sessions}/{kind.spacing_s:g}/{kind.seed}/{part}/{column}"
 
     wanted = [(part, column) for part in parts for column in (*columns, "lru", "optimum")]
@@ -177,30 +179,6 @@ def measured(kind: Composition, parts: list[str], columns: list[str], cells: dic
             cells[place(part, column)] = [round(each, 6) for each in Column.of(column).replayed(trace, pool)]
 
 
-def summary(cells: dict[str, list[float]]) -> list[str]:
-    """Lines for each pool and column: means, the part of the gap that is closed, and the worst cell against LRU."""
-    found: dict[str, dict[str, list[tuple[str, list[float]]]]] = defaultdict(lambda: defaultdict(list))
-    for key, values in cells.items():
-        *where, part, column = key.split("/")[:4] + key.split("/", 4)[4].rsplit("/", 1)
-        found[part][column].append(("/".join(where), values))
-    lines = ["pool   column                   cells  hits   gap    worst   flops saved, least against LRU"]
-    for part, columns in found.items():
-        lru, best = dict(columns["lru"]), dict(columns["optimum"])
-        for column, rows in columns.items():
-            rows = [row for row in rows if row[0] in lru and row[0] in best]
-            base, top = (np.array([each[place][0] for place, _ in rows]) for each in (lru, best))
-            rates = np.array([values[0] for _, values in rows])
-            gap = f"{(rates - base).sum() / (top - base).sum():6.1%}"
-            worst = f"{100 * (rates - base).min():+.2f}"
-            line = f"{part:6} {column:24} {len(rows):5} {100 * rates.mean():6.2f} {gap} {worst:>6}"
-            if column != "optimum":
-                saved = np.array([values[1] for _, values in rows])
-                against = saved - np.array([lru[place][1] for place, _ in rows])
-                line += f"   {100 * saved.mean():6.2f} {100 * against.min():+.2f}"
-            lines.append(line)
-    return lines
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sessions", default="30,60,120")
@@ -208,10 +186,12 @@ def main() -> None:
     parser.add_argument("--seed", default="1")
     parser.add_argument("--odd", action="store_true", help="the half that a policy is judged by")
     parser.add_argument("--pool", default="1/32,1/16,1/8,1/4", help="parts of the working set (%(default)s)")
-    parser.add_argument("--most", type=int, default=LONGEST, help="leave longer prompts out (%(default)s)")
+    parser.add_argument("--all", action="store_true", help=f"also prompts of more than {LONGEST:,} tokens")
     parser.add_argument("--columns", default="density", help="policies with marks (%(default)s)")
     parser.add_argument("--json", type=Path, help="keep cells in this file")
     parser.add_argument("--read", type=Path, help="show the cells of a file, and measure none")
+    parser.add_argument("--document", type=Path, help="write the tables into this document")
+    parser.add_argument("--plot", type=Path, help="draw the gaps into an SVG or PNG file")
     parser.add_argument("--brief", action="store_true", help="the summary alone")
     given = parser.parse_args()
     path = given.read or given.json
@@ -220,7 +200,11 @@ def main() -> None:
     grid = itertools.product(*(each.split(",") for each in (given.sessions, given.spacing, given.seed)))
     for sessions, spacing, seed in () if given.read else grid:
         kind = Composition(
-            sessions=int(sessions), spacing_s=float(spacing), seed=int(seed), odd=given.odd, longest_prompt=given.most
+            sessions=int(sessions),
+            spacing_s=float(spacing),
+            seed=int(seed),
+            odd=given.odd,
+            longest_prompt=1 << 62 if given.all else LONGEST,
         )
         before = set(cells)
         measured(kind, given.pool.split(","), given.columns.split(","), cells)
@@ -228,7 +212,13 @@ def main() -> None:
             print(key, " ".join(f"{100 * value:.2f}" for value in cells[key]), flush=True)
         if given.json and cells.keys() - before:
             save(given.json, result | {"machine": machine()})
-    print("\n".join(summary(cells)))
+    print("\n".join(lines(cells)))
+    if given.document:
+        write_section(
+            f"{result['machine']['cpu']}, {result['machine']['date']}.\n\n{tables(cells)}", given.document, "recorded"
+        )
+    if given.plot:
+        draw(cells, given.plot)
 
 
 if __name__ == "__main__":

@@ -38,14 +38,13 @@ def means(result: dict[str, Any]) -> Rows:
     return rows
 
 
-def write_tables(result: dict[str, Any], document: Path) -> None:
-    """Replace the tables of a document, which have hit rates in the largest pages only. Raises ValueError without a
-    place for them."""
-    mark = re.compile(r"(?s)(?<=<!-- eviction: measured -->\n).*?(?=<!-- eviction: end -->)")
+def write_section(tables: str, document: Path, name: str = "eviction") -> None:
+    """Replace the tables of this name in a document. Raises ValueError without a place for them."""
+    mark = re.compile(rf"(?s)(?<=<!-- {name}: measured -->\n).*?(?=<!-- {name}: end -->)")
     text = document.read_text()
     if len(mark.findall(text)) != 1:
         raise ValueError(f"{document} has no place for tables, or several")
-    document.write_text(mark.sub(lambda _: tables(result, largest_only=True) + "\n", text))
+    document.write_text(mark.sub(lambda _: tables + "\n", text))
 
 
 def tables(result: dict[str, Any], *, largest_only: bool = False) -> str:

@@ -10,7 +10,8 @@ from bench.eviction.drawn_endings import ANSWER, TOOL, drawn_endings, gaps_of
 from bench.eviction.oracles import ORACLES, Future, oracle
 from bench.eviction.paged_trace import PagedTrace
 from bench.eviction.pinned import TOKENS_PER_S, optimal_pinned, replay_pinned
-from bench.eviction.recorded import PATH, Composition
+from bench.eviction.recorded import PATH, Column, Composition
+from bench.eviction.recorded_report import lines, means, tables
 from bench.eviction.sequential import replay_in_order
 
 from quire.prefix.evict import eviction_policy
@@ -101,3 +102,36 @@ def test_drawn_endings_are_those_of_known_sessions() -> None:
     assert (found[kinds[firsts] == TOOL] == TOOL).mean() > 0.85
     assert (found[kinds[firsts] == ANSWER] == ANSWER).mean() > 0.85
     assert (found[kinds[firsts] == 0] == ANSWER).mean() > 0.85
+
+
+def test_columns_are_compared_with_lru_in_their_own_cells() -> None:
+    cells = {
+        "odd/30/90/1/1/8/lru": [0.5, 0.4],
+        "odd/30/90/1/1/8/optimum": [0.7],
+        "odd/30/90/1/1/8/density:told": [0.6, 0.45],
+        "odd/30/90/2/1/8/lru": [0.9, 0.8],
+        "odd/30/90/2/1/8/optimum": [1.0],
+        "odd/30/90/2/1/8/density:told": [0.89, 0.79],
+        "odd/30/90/2/1/8/oracle:next": [0.95, 0.9],
+    }
+    found = means(cells)["odd"]["1/8"]
+    told, oracle_next = found["density:told"], found["oracle:next"]
+    assert (told.cells, oracle_next.cells) == (2, 1)
+    assert (told.gap, told.worst) == (pytest.approx(0.3), pytest.approx(-1.0))
+    assert told.saved == pytest.approx(2.0) and oracle_next.gap == pytest.approx(0.5)
+    text = tables(cells)
+    assert "| density:told | 30%; -1.00; +2.00 |" in text and "| oracle:next, of 1 | 50%; +5.00; +10.00 |" in text
+    assert "| lru, hits | 70.00 % |" in text
+    assert sum("density:told" in line for line in lines(cells)) == 1
+
+
+def test_the_marks_of_a_column_are_read() -> None:
+    found = Column.of("density:told:closes=0.5")
+    assert found == Column(policy="density", told=True, closes=0.5)
+    assert Column.of("oracle:next").policy == "oracle:next"
+    with pytest.raises(SystemExit, match="wrong"):
+        Column.of("density:wrong")
+    pages = replace(pages_of("sessions:requests=150", apart_s=100.0), endings=np.tile([1, 2], 75))
+    pool = pool_of(pages, 8)
+    rates = {name: Column.of(name).replayed(pages, pool) for name in ("density", "density:told", "lru", "lru:told")}
+    assert rates["density"] != rates["density:told"] and rates["lru"] == rates["lru:told"]

@@ -26,6 +26,7 @@ SHARED_KINDS = GROUPS * KINDS
 """Kinds of shared prompts begin here."""
 SHARED = 2  # requests that go on from one end in different ways: it is a shared prompt then
 SUPERSEDED = 0.3  # worth of a path whose conversation has left it, as a part of its kind's
+PRICED = 0.25  # part of what late pages cost more: with all of it long paths that do not return stay too
 LEFT_OUT = 4  # pages, or an eighth of a path: a use that leaves out more is none of the whole path
 RANKED, MOST_RANKED = 64, 512  # leaves that are chosen together, and with those that join them
 WINDOW = 4096  # leaves, at most, that are compared at once
@@ -93,7 +94,7 @@ class HitDensity(EvictionPolicy):
         self._seconds = seconds
 
     def priced_by(self, growth: float) -> None:
-        self._growth = growth
+        self._growth = PRICED * growth
 
     # -- learning
 
