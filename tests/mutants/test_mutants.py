@@ -98,6 +98,7 @@ from tests.mutants import (
     speculation_mutants,
     staging_mutants,
     step_mutants,
+    tenant_mutants,
     tile_mutants,
     transfer_mutants,
     triton_mutants,
@@ -116,9 +117,10 @@ from tests.prefix.test_policy_models import KEYS, check_policy
 from tests.prefix.test_stay_table import TABLE
 from tests.routing import test_relay
 from tests.routing.test_page_index import check_index
-from tests.scheduler import test_chunk_budget, test_sessions
+from tests.scheduler import test_chunk_budget, test_sessions, test_tenants
 from tests.scheduler.session_machine import run_sessions
 from tests.scheduler.step_machine import run_steps
+from tests.scheduler.tenant_machine import run_tenants
 from tests.scheduler.test_hybrid_reuse import (
     check_one_state,
     check_shared_prefixes,
@@ -186,6 +188,21 @@ SESSIONS: tuple[Callable[[], object], ...] = (
     lambda: test_sessions.test_a_flush_ends_sessions_and_what_runs_is_not_held(share_prefixes=True),
     test_sessions.test_a_session_is_closed,
     *(lambda seed=seed: run_sessions(seed, 60) for seed in range(30)),
+)
+TENANTS: tuple[Callable[[], object], ...] = (
+    test_tenants.test_what_lies_within_a_floor_stays,
+    test_tenants.test_a_floor_is_lent_to_what_is_cached,
+    test_tenants.test_running_requests_of_others_take_nothing_of_a_floor,
+    test_tenants.test_a_full_tenant_blocks_no_other,
+    test_tenants.test_what_can_never_run_is_refused_at_once,
+    test_tenants.test_a_large_request_is_passed_within_floors_only,
+    test_tenants.test_no_request_within_a_floor_is_preempted,
+    lambda: test_tenants.test_turns_are_by_weight((3.0, 1.0)),
+    test_tenants.test_who_was_away_has_saved_nothing,
+    test_tenants.test_retentions_and_sessions_within_a_floor_stay,
+    test_tenants.test_checkpoints_within_a_floor_stay,
+    test_tenants.test_what_has_most_above_its_floor_goes_first,
+    *(lambda seed=seed: run_tenants(seed, 60) for seed in range(40)),
 )
 DRAFTED = ("none", "alternating", "all right")
 RUNS: dict[str, Iterable[Callable[[], object]]] = {
@@ -265,6 +282,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "page index": [lambda seed=seed: check_index(seed) for seed in range(5)],
     "index of caches": [lambda: check_events(restart_every=0.4, event_delay=0.2)],
     "sessions": SESSIONS,
+    "tenants": TENANTS,
     "hot slots": [lambda seed=seed: check_hot_slots(seed) for seed in range(20)],
     "tiles": [lambda seed=seed: check_steps(seed, AttentionBackend("torch")) for seed in range(20)],
     "links": [lambda seed=seed: check_link(seed) for seed in range(12)],
@@ -554,6 +572,7 @@ def test_names_and_sentences_are_all_different() -> None:
         prompt_mutants.what_is_cached_is_not_computed,
         grammar_mutants.masks_are_of_other_rows,
         arena_mutants.a_previous_frame_is_not_told,
+        tenant_mutants.whole_leaves_go,
         resized_mutants.clear_takes_all,
         bounds_mutants.bounds_outlive_their_page,
         native_mutants.a_chunk_sees_its_next_token,

@@ -34,7 +34,7 @@ class TenantServer:
     def __init__(
         self, terms: dict[str, Any], *, num_pages: int = 40, max_running: int = 4, kinds: str = "full"
     ) -> None:
-        reaches = {"full": (ReachSpec(),), "state": (ReachSpec(), ReachSpec("state"))}[kinds]
+        reaches = (ReachSpec(),) if kinds == "full" else (ReachSpec(), ReachSpec(kinds, 4 * (kinds == "window")))
         plan = small_plan(
             num_pages,
             1,
@@ -119,6 +119,39 @@ def test_running_requests_of_others_take_nothing_of_a_floor() -> None:
     assert server.step() == [quiet], "it passes a request that waits for room, within its floor"
     server.run(first, second, quiet)
     assert server.scheduler.num_preemptions == 0
+
+
+def test_a_large_request_is_passed_within_floors_only() -> None:
+    server = TenantServer({"quiet": {"floor": "25%"}, "noisy": {}, "third": {}})
+    third = Namespace(salt="third/")
+    running = server.add(third, text(1, 16), most=8)
+    assert server.step() == [running]
+    large = server.add(NOISY, text(2, 18), most=2)
+    small, quiet = server.add(third, text(3, 3), most=1), server.add(QUIET, text(4, 8), most=1)
+    assert server.step() == [quiet]
+    assert small.wait_reason == "a request of another tenant, which came before, waits for room"
+    server.run(running, large, small, quiet)
+
+
+def test_no_request_within_a_floor_is_preempted() -> None:
+    server = TenantServer({"quiet": {"floor": "25%"}, "noisy": {}})
+    first, second = server.add(NOISY, text(1, 12), most=14), server.add(NOISY, text(2, 12), most=14)
+    assert server.step() == [first, second]
+    quiet = server.add(QUIET, text(3, 6), most=4)
+    assert server.step() == [quiet], "it is the last one, which is preempted first where there are no tenants"
+    server.run(first, second, quiet)
+    assert (first.num_preemptions, quiet.num_preemptions) == (0, 0) and second.num_preemptions > 0
+
+
+def test_what_has_most_above_its_floor_goes_first() -> None:
+    server = TenantServer({"quiet": {}, "noisy": {}, "third": {"weight": 4}})
+    third = Namespace(salt="third/")
+    server.serve(QUIET, text(1, 4))
+    server.serve(third, text(1, 14))
+    server.serve(NOISY, text(1, 12))
+    server.serve(NOISY, text(2, 14))
+    assert server.serve(QUIET, text(1, 4)) == 3 and server.serve(third, text(1, 14)) == 13
+    assert server.serve(NOISY, text(1, 12)) < 11, "the one that has most by weight loses, to itself too"
 
 
 def test_a_full_tenant_blocks_no_other() -> None:
@@ -207,6 +240,13 @@ def test_retentions_and_sessions_within_a_floor_stay() -> None:
     kept = sorted(each.tokens for each in retention.listing().retentions)
     assert kept[-1] == 9 > kept[0], "that of the tenant that lacks room becomes shorter, and no other"
     assert server.serve(QUIET, text(1, 9)) == 8
+
+
+def test_a_prompt_longer_than_a_share_of_windows_goes_on_in_parts() -> None:
+    server = TenantServer({"noisy": {"ceiling": "50%"}, "quiet": {}}, kinds="window")
+    request = server.add(NOISY, text(1, 18), most=2)
+    server.run(request)
+    assert request.num_preemptions == 0 and server.cache.groups[1].room.total == 12
 
 
 def test_checkpoints_within_a_floor_stay() -> None:

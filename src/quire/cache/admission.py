@@ -131,6 +131,8 @@ class Admission:
         held = [group.num_held - self._soft(group) for group in self._groups]
         rooms = {id(group.room): group.room for group in self._windows}.values()
         pages = [-room.lack(held) // sum(room.strides) for room in rooms]
+        if self._tenants is not None and pages:
+            pages.append(self._tenants.pages_left(kv.row, [group.index for group in self._windows]))
         return max(1, min(count, slack + min(pages) * self._size)) if pages else count
 
     def will_leave(self, kv: RequestKV, num_pages: int) -> bool:

@@ -153,7 +153,7 @@ class Growth:
             wanted = self._wanted(asking, rows, num_new, ends)
             short = not all(room.has(wanted) for room in self._scarce)
         if self._tenants is not None and claims is not None:
-            short = self._tenants.is_tight(claims) or short
+            short = short or self._tenants.is_tight(claims)
         if short:
             self._offload.retention.expire()
             cause = _names_of(asking, self._rows.num_allocated[rows] % self._size == 0)
@@ -210,8 +210,8 @@ class Growth:
             self._evict(wanted, num_new, cause)
         else:
             try:
+                tenants.begin_eviction()
                 self._cut(tenants, claims, num_new, cause)
-                tenants.begin_eviction(claims)
                 self._evict(wanted, num_new, cause)
                 tenants.granted(claims)
             finally:
@@ -246,12 +246,12 @@ class Growth:
     def _cut(self, tenants: Tenants, claims: Lengths, num_new: int, cause: str) -> None:
         """Tenants that would pass their ceilings lose idle pages of their own."""
         before = -1
-        tenants.begin_eviction(claims)
         while before != (before := self._num_out()) and (found := next(tenants.overflows(), None)) is not None:
             if num_pages := tenants.cut(*found):
                 self._evict_pages(num_pages, num_new, cause)
-            tenants.begin_eviction(claims)
             tenants.end_eviction()
+            tenants.refusal(claims)
+            tenants.begin_eviction()
 
     def _give_up_checkpoints(self, wanted: Sequence[int], num_new: int) -> bool:
         """A running request needs no more than the plan counts for it: what it has beside that goes, if this helps."""

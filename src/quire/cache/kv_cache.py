@@ -147,7 +147,7 @@ class KVCache:
             seconds=seconds,
             free=self._free,
             sweep=self._sweep,
-            reclaim=lambda wanted, cause, pages: self._growth.reclaim(wanted, cause, pages),
+            reclaim=lambda wanted, cause, pages=(): self._growth.reclaim(wanted, cause, pages),
             changed=self._changed,
             step_seconds=lambda: self.fences.step_seconds if len(self.rows.live) > self.sessions.num_held else 0.0,
             tenants=shares,

@@ -41,7 +41,7 @@ class CacheParts:
     """The parts of one cache that its offload uses. The cache owns them.
 
     `free` receives pages that have left the tree. `sweep` frees flushed pages that nothing holds any more.
-    `reclaim(frames of each group, cause, the pages that get them)` does not wait; if it raises OutOfPages, it has
+    `reclaim(frames of each group, cause, pages that get them)` does not wait; if it raises OutOfPages, it has
     evicted nothing. `changed` reports that requests that did not fit may fit now. `step_seconds` is the duration of a
     step, 0 while no request runs. `audits` are more sources of slices for `quire.cache.audit.Auditor`; `withheld`
     return ids that are neither free nor those of pages. `committed` are called with what requests have cached together.
@@ -63,7 +63,7 @@ class CacheParts:
     seconds: Callable[[], float]
     free: Callable[[Ids], None]
     sweep: Callable[[], None]
-    reclaim: Callable[[Sequence[int], str, Sequence[Ids]], None]
+    reclaim: Callable[..., None]
     changed: Callable[[], None]
     step_seconds: Callable[[], float]
     audits: list[Callable[[Any], Iterator[str]]] = field(default_factory=list)

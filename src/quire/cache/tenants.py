@@ -81,6 +81,7 @@ class Tenants(TenantShares):
         self._numbers = {key: number for number, each in enumerate(terms) for key in each.keys}
         self._plan = plan
         self._turns = Turns([0.0] * len(terms))
+        self._limits: tuple[Lengths, Lengths, Lengths] | None = None  # and of which totals
         self._is_limited = False  # tenants lose only what those who ask let them lose
         self._only: int | None = None  # the one that makes room within its ceiling now
         self._kept = [0] * len(terms)  # idle pages of each that stay now
@@ -153,10 +154,10 @@ class Tenants(TenantShares):
         before, after = self.terms, list(self.terms)
         after[at] = after[at].changed(given)
         self.check(after)
-        self.terms = after
+        self.terms, self._limits = after, None
         for request_id, namespace, num_pages in requests:
             if num_pages > (most := self.most_pages(namespace)):
-                self.terms = before
+                self.terms, self._limits = before, None
                 whose = before[self.number(namespace)].name
                 raise InvalidInput(
                     f"request {request_id} of tenant '{whose}' needs {num_pages} pages, and could have {most} then.",
@@ -167,11 +168,14 @@ class Tenants(TenantShares):
 
     def limits(self) -> tuple[Lengths, Lengths]:
         """Floors and ceilings now."""
-        total_bytes = self.num_bytes
-        floors = [each.floor.of(total_bytes) for each in self.terms]
-        ceilings = [1.0 if each.ceiling is None else min(1.0, each.ceiling.of(total_bytes)) for each in self.terms]
-        totals = self._totals()[:, None]
-        return (totals * np.array(floors)).astype(np.int64), (totals * np.array(ceilings)).astype(np.int64)
+        totals = self._totals()
+        if self._limits is None or not np.array_equal(totals, self._limits[0]):
+            total_bytes = self.num_bytes
+            floors = [each.floor.of(total_bytes) for each in self.terms]
+            ceilings = [1.0 if each.ceiling is None else min(1.0, each.ceiling.of(total_bytes)) for each in self.terms]
+            found = [(totals[:, None] * np.array(part)).astype(np.int64) for part in (floors, ceilings)]
+            self._limits = totals, found[0], found[1]
+        return self._limits[1:]
 
     @property
     def promised_pages(self) -> int:
@@ -299,21 +303,24 @@ class Tenants(TenantShares):
             f"requests, sessions and retentions hold {held:.1%}"
         )
 
+    def pages_left(self, row: int, groups: Sequence[int]) -> int:
+        """How many pages more a row may have, with frames in all groups of the rooms of these."""
+        self._look()
+        tenant, (floors, ceilings) = self.of_row[row], self.limits()
+        held = self.used - self.idle
+        others = np.maximum(held, floors).sum(axis=1) - np.maximum(held, floors)[:, tenant]
+        most = np.minimum(ceilings[:, tenant], self._totals() - self._others - others) - held[:, tenant]
+        rooms = [at for at, each in enumerate(self._accounts) if each.strides[list(groups)].any()]
+        return min(int(most[at]) // int(self._strides[at].sum()) for at in rooms)
+
     # -- who loses
 
-    def begin_eviction(self, wanted: Lengths) -> None:
-        """From now on tenants lose only what `wanted` lets them lose. `end_eviction` follows."""
-        self._look()
-        self._is_limited, self._wanted = True, self._strides @ wanted
-        self._spare = self._spared()
-        self._kept = []
-        for tenant, unheld in enumerate(self._unheld):
-            pages = [
-                int(spare[tenant]) // each.per_page
-                for spare, each in zip(self._spare, self._accounts, strict=True)
-                if each.per_page
-            ]
-            self._kept.append(unheld - max(0, min(pages)))
+    def begin_eviction(self) -> None:
+        """From now on tenants lose only what the last call of `refusal` lets them lose. `end_eviction` follows."""
+        self._is_limited, spare = True, self._spared()
+        per_page = [(at, each.per_page) for at, each in enumerate(self._accounts) if each.per_page]
+        pages = np.minimum.reduce([spare[at] // units for at, units in per_page])
+        self._kept = [unheld - max(0, count) for unheld, count in zip(self._unheld, pages.tolist(), strict=True)]
 
     def end_eviction(self) -> None:
         """Callers may evict what they like."""
@@ -382,7 +389,7 @@ class Tenants(TenantShares):
         if self.refusal(wanted) or any(self.overflows()):
             return False
         if not self._groups[group].num_free:
-            self.begin_eviction(wanted)
+            self.begin_eviction()
             self.evict_frames(group, 1, rank)
             self.end_eviction()
         self.granted(wanted)

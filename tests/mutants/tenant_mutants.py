@@ -1,0 +1,187 @@
+"""Mistakes with tenants. `tests/scheduler/test_tenants.py` and its machine must notice each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from quire.cache.admission import Admission
+from quire.cache.states import StateGroup
+from quire.cache.tenants import Tenants
+from quire.prefix.node import Levels, Node
+from quire.prefix.tenant_policies import TenantPolicies
+from quire.spec.ids import Ids
+from quire.spec.rank import Rank
+from tests.mutants.mutants import Patch, mutant
+
+
+@mutant("tenants", "a noisy tenant pushes out what a quiet one is promised")
+def floors_do_not_hold(patch: Patch) -> None:
+    patch.setattr(Tenants, "may_lose", lambda tenants, tenant: tenants._tree.num_unheld[tenant])
+
+
+@mutant("tenants", "of a leaf that lies on both sides of a floor all pages go")
+def whole_leaves_go(patch: Patch) -> None:
+    patch.setattr(TenantPolicies, "most", lambda policies, node: node.num_pages)
+
+
+@mutant("tenants", "running requests of others hold what a tenant is promised, and its own are preempted or wait")
+def floors_are_lent_to_leases(patch: Patch) -> None:
+    real = Tenants.refusal
+
+    def refusal(tenants: Tenants, wanted: Any, soft: Any = None) -> str:
+        terms = tenants.terms
+        tenants.terms, tenants._limits = [each.changed({"floor": "0"}) for each in terms], None
+        found = real(tenants, wanted, soft)
+        tenants.terms, tenants._limits = terms, None
+        return found
+
+    patch.setattr(Tenants, "refusal", refusal)
+
+
+@mutant("tenants", "a tenant's cached pages are not counted, and it holds more than its ceiling")
+def ceilings_are_for_running_requests(patch: Patch) -> None:
+    patch.setattr(Tenants, "overflows", lambda tenants: iter(()))
+
+
+@mutant("tenants", "a tenant grows beyond its ceiling while memory is free")
+def free_memory_has_no_ceiling(patch: Patch) -> None:
+    patch.setattr(Tenants, "is_tight", lambda tenants, wanted: False)
+
+
+@mutant("tenants", "all wait behind one tenant that is full")
+def a_full_tenant_blocks_the_others(patch: Patch) -> None:
+    patch.setattr(Admission, "passes", lambda admission, namespace: False)
+
+
+@mutant("tenants", "a tenant within its floor waits for the next tokens of others' requests")
+def a_floor_waits_for_reserves(patch: Patch) -> None:
+    real = Tenants.objection
+
+    def objection(tenants: Tenants, *given: Any) -> str | None:
+        return real(tenants, *given) or tenants.refusal(given[1])
+
+    patch.setattr(Tenants, "objection", objection)
+
+
+@mutant("tenants", "small requests pass a large one for ever")
+def all_may_pass(patch: Patch) -> None:
+    real = Tenants.passes
+
+    def passes(tenants: Tenants, namespace: Any) -> bool:
+        found = real(tenants, namespace)
+        tenants._is_short = False
+        return found
+
+    patch.setattr(Tenants, "passes", passes)
+
+
+@mutant("tenants", "the request of a tenant within its floor is preempted for one of another, which gets nothing of it")
+def any_request_is_preempted(patch: Patch) -> None:
+    patch.setattr(Admission, "gives_way", lambda admission, kv: True)
+
+
+@mutant("tenants", "what clients keep of a quiet tenant ends for a noisy one, which gets nothing of it")
+def any_retention_gives_way(patch: Patch) -> None:
+    patch.setattr(Tenants, "is_over", lambda tenants, namespace: True)
+
+
+@mutant("tenants", "checkpoints of a tenant go for those of another")
+def any_checkpoint_goes(patch: Patch) -> None:
+    def may_keep(tenants: Tenants, group: int, row: int, rank: Rank) -> bool:
+        states = tenants._groups[group]
+        return bool(states.num_free or states.evict(1, rank))
+
+    patch.setattr(Tenants, "may_keep", may_keep)
+
+
+@mutant("tenants", "frames of windows and states are reclaimed from any tenant")
+def frames_have_no_floor(patch: Patch) -> None:
+    def evict_frames(tenants: Tenants, group: int, num_frames: int, most: Rank) -> int:
+        return tenants._groups[group].evict(num_frames, most)
+
+    patch.setattr(Tenants, "evict_frames", evict_frames)
+
+
+@mutant("tenants", "states of running requests are not counted")
+def states_are_not_counted(patch: Patch) -> None:
+    real = StateGroup.num_own
+    patch.setattr(StateGroup, "num_own", lambda group: real(group) * 0)
+
+
+@mutant("tenants", "pages of a new request count to the tenant that had its row before")
+def rows_keep_their_tenant(patch: Patch) -> None:
+    real = Tenants.wanted_by
+
+    def wanted_by(tenants: Tenants, rows: Any, counts: Any, growing: Any) -> Any:
+        found = real(tenants, rows, counts, growing)
+        tenants.of_row = tenants.of_row.copy()
+        tenants.of_row[: len(tenants.of_row) // 2] = 0
+        return found
+
+    patch.setattr(Tenants, "wanted_by", wanted_by)
+
+
+@mutant("tenants", "pages that requests hold still count as evictable ones of their tenant")
+def leases_are_not_counted(patch: Patch) -> None:
+    real = Levels.hold
+
+    def hold(levels: Levels, end: Node) -> None:
+        before = list(levels.num_unheld)
+        real(levels, end)
+        levels.num_unheld[:] = before
+
+    patch.setattr(Levels, "hold", hold)
+
+
+@mutant("tenants", "the tenant that came first gets all turns")
+def weights_do_not_count(patch: Patch) -> None:
+    patch.setattr(Tenants, "charge", lambda tenants, namespace, num_tokens: None)
+
+
+@mutant("tenants", "a tenant that was away for long keeps all others out when it comes back")
+def who_was_away_saves_turns(patch: Patch) -> None:
+    real = Tenants.take_turns
+
+    def take_turns(tenants: Tenants, queues: Any, cost: Any) -> Any:
+        tenants._turns.waiting = set(queues)
+        return real(tenants, queues, cost)
+
+    patch.setattr(Tenants, "take_turns", take_turns)
+
+
+@mutant("tenants", "the tenant with least above its floor loses first")
+def the_smallest_loses_first(patch: Patch) -> None:
+    real = Tenants._order
+
+    def order(tenants: Tenants, at: int, unheld: Sequence[int] | None) -> list[int]:
+        return list(reversed(real(tenants, at, unheld)))
+
+    patch.setattr(Tenants, "_order", order)
+
+
+@mutant("tenants", "terms that are refused are kept")
+def refused_terms_stay(patch: Patch) -> None:
+    real = Tenants.check
+
+    def check(tenants: Tenants, terms: Any, num_bytes: int | None = None) -> None:
+        if hasattr(tenants, "_groups"):
+            tenants.terms = list(terms)
+        real(tenants, terms, num_bytes)
+
+    patch.setattr(Tenants, "check", check)
+
+
+@mutant("tenants", "what others may never have is counted without the floors of others, and waits for ever")
+def no_request_is_too_large(patch: Patch) -> None:
+    patch.setattr(Tenants, "most_pages", lambda tenants, namespace: tenants._plan.num_pages)
+
+
+@mutant("tenants", "retained pages of any tenant are taken as room of the one that asks")
+def all_pages_are_of_one_tenant(patch: Patch) -> None:
+    def count(tenants: Tenants, pages: Ids) -> Any:
+        return np.bincount(tenants.of_page[pages] * 0, minlength=tenants.num_tenants)
+
+    patch.setattr(Tenants, "_count", count)
