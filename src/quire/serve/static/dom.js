@@ -29,7 +29,7 @@ export const clock = (at) => (at === undefined ? "-" : new Date(1000 * at).toLoc
 
 export function seconds(value) {
   if (value === null || value === undefined) return "-";
-  return value < 1 ? `${(1000 * value).toFixed(value < 0.01 ? 1 : 0)}\u00a0ms` : `${value.toFixed(2)}\u00a0s`;
+  return value < 1 ? `${(1000 * value).toFixed(value < 0.01 ? 1 : 0)}\u00a0ms` : `${value.toFixed(value < 100 ? 2 : 0)}\u00a0s`;
 }
 
 export function bytes(value) {

@@ -50,7 +50,7 @@ export class Prompts {
     const rows = reasons.map(({ cause, tier, start, tokens, detail, by, ...policy }) => [
       `${count(start)} to ${count(start + tokens - 1)}`, count(tokens),
       make("span", {}, dot({ cause, tier }), cause),
-      make("span", {}, detail ?? (tier ? `on the ${tier}` : CAUSES.find(({ name }) => name === cause)?.about ?? ""), cause === "evicted" && by ? this.link(by) : null, policy.kind ? ` ${expected(policy)}` : null),
+      make("span", {}, detail ?? (tier ? `on the ${tier}` : CAUSES.find(({ name }) => name === cause)?.about ?? ""), cause === "evicted" && by ? this.link(by) : null, policy.kind ? `; ${expected(policy)}` : null),
     ]);
     return make("div", { class: "explained" },
       make("h3", {}, sequence, make("small", {}, ` ${count(hits)} of ${count(whole)} prompt tokens were reused, ${share(hits, whole)}`)),
