@@ -69,7 +69,7 @@ def tables(measured: Cells) -> str:
     parts = []
     for half, pools in means(measured).items():
         most = max(mean.cells for columns in pools.values() for mean in columns.values())
-        parts.append(f"**{half.capitalize()} sessions, {most} compositions: gap closed; worst cell; work saved**")
+        parts.append(f"**Sessions: {half}; {most} compositions. Gap closed; worst cell; work saved**")
         rows = [f"| column | {' | '.join(pools)} |", f"|---|{'---|' * len(pools)}"]
         for name in ("lru", "optimum"):
             hits = [f"{columns[name].hits:.2f} %" for columns in pools.values()]
@@ -108,16 +108,17 @@ def draw(cells: Cells, path: Path) -> None:
     halves = means(cells)
     figure, axes = pyplot.subplots(1, len(halves), figsize=(6.5 * len(halves), 4), layout="constrained", squeeze=False)
     for (half, pools), axis in zip(halves.items(), axes.flat, strict=True):
-        for column in DRAWN:
+        for number, column in enumerate(DRAWN):
             values = [100 * pools[pool][column].gap for pool in pools if column in pools[pool]]
             if len(values) == len(pools):
                 style = "--" if column.startswith("oracle") else "-"
-                axis.plot(range(len(pools)), values, style, marker="o", markersize=3, label=column)
+                drawn = {"color": f"C{number}", "marker": "o", "markersize": 3}
+                axis.plot(range(len(pools)), values, style, label=column, **drawn)
         axis.axhline(0, color="#999999", linewidth=0.8)
         axis.set_xticks(range(len(pools)), pools)
-        axis.set_title(f"{half} sessions", fontsize=10)
+        axis.set_title(f"sessions: {half}", fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)
-    axes.flat[0].legend(fontsize=8)
+    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
     figure.supxlabel("pool, part of the working set", fontsize=9)
     figure.supylabel("gap from LRU to the optimum that is closed, %", fontsize=9)
     figure.savefig(path)
