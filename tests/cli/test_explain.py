@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from quire.cli.explain import _sum_of, merged_evictions
+from quire.cli.explain import _sum_of, forecast_remark, merged_evictions, reasons_table
 from quire.cli.report import drafts_remark
 from tests.changes import SIMULATOR, slow_unless_changed
 from tests.cli.conftest import Run
@@ -126,6 +128,22 @@ def test_neighbouring_evictions_share_a_row() -> None:
 def test_a_page_between_keeps_evictions_apart() -> None:
     rows = [{"cause": "hit", "start": at} if at % 2 else evictions((16, f"s{at}", 1.0))[0] for at in range(20)]
     assert merged_evictions(rows) == rows
+
+
+def test_what_the_policy_expects_is_said_once_of_neighbours() -> None:
+    own = {"kind": "turn 2, quick, ended: tool", "chance": 0.9, "expected_s": 12.4}
+    other = own | {"kind": "turn 1, short, ended: answer"}
+    places = [own | {"by": "a"}, own | {"by": "b"}, other | {"by": "c"}, {"by": "d"}]
+    reasons = [
+        {"cause": "evicted", "start": 16 * at, "tokens": 16, "detail": "evicted", "seconds_ago": 1.0} | each
+        for at, each in enumerate(places)
+    ]
+    console = Console(width=200, record=True, file=StringIO())
+    console.print(reasons_table({"reasons": reasons}))
+    shown = console.export_text()
+    told = "turn 2, quick, ended: tool: 90% come again, half of them within 12 s"
+    assert shown.count(told) == 1 and shown.count("ended: answer: 90%") == 1
+    assert forecast_remark({"cause": "new"}) == ""
 
 
 BAD = [

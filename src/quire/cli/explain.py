@@ -159,11 +159,14 @@ def _replay(source: str, request_id: str | None, cache: ReplayedCache) -> Report
 
 def reasons_table(explanation: Mapping[str, Any]) -> Table:
     """A row for each reason of an explanation (`Explanation.to_dict`), in the order of the prompt. Neighbouring
-    evictions share one if they were for the same request, or if there would be too many."""
-    rows = []
+    evictions share one if they were for the same request, or if there would be too many. What the policy expects is
+    said in the first of neighbours that it expects alike."""
+    rows, before = [], ""
     for reason in merged_evictions(explanation["reasons"]):
         start, tokens, cause = reason["start"], reason["tokens"], reason["cause"]
-        detail = Text(reason.get("detail", _MEANINGS[cause]) + forecast_remark(reason))
+        remark = forecast_remark(reason)
+        detail = Text(reason.get("detail", _MEANINGS[cause]) + remark * (remark != before))
+        before = remark
         rows.append((start, start + tokens - 1, tokens, Text(cause, _STYLES.get(cause, "")), detail))
     return plain_table(("from", "to", "tokens", "cause", "detail"), rows, left=("cause", "detail"), wraps=("detail",))
 
