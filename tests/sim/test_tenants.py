@@ -1,0 +1,72 @@
+"""Tenants in replays: what a quiet one hits beside a noisy one, and what their loads are."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.settings.tenants import tenants_of
+from quire.sim.replay import Replay, ReplaySettings
+from quire.sim.result import ReplayResult
+from quire.sim.trace import open_trace
+from quire.sim.trace_request import Trace, TraceRequest
+from quire.spec.group import ReachSpec
+from quire.testing import small_plan
+from tests.changes import CORE, slow_unless_changed
+from tests.sim.replays import COST
+
+KINDS = {
+    "full": ((ReachSpec(),), (2500,)),
+    "window": ((ReachSpec(), ReachSpec("window", 256)), (2500, 1500)),
+    "state": ((ReachSpec(), ReachSpec("state")), (2500, 500)),
+}
+
+
+def run(kind: str, requests: list[TraceRequest], tenants: dict[str, object] | None) -> ReplayResult:
+    """A replay in 40,000 tokens, with every read checked."""
+    reaches, frames = KINDS[kind]
+    plan = small_plan(
+        2500, 16, context=32_768, max_requests=64, groups=tuple(KINDS)[: len(reaches)], reaches=reaches, frames=frames
+    )
+    terms = tenants_of(tenants) if tenants is not None else ()
+    return Replay(plan, COST, ReplaySettings(tenants=terms, check="all")).run(requests)
+
+
+def hits(result: ReplayResult) -> dict[str, int]:
+    return {each.request_id: each.hit_tokens for each in result.records if each.request_id.startswith("quiet")}
+
+
+def of_quiet(trace: Trace) -> list[TraceRequest]:
+    return [request for request in trace if request.namespace.salt == "quiet/"]
+
+
+@slow_unless_changed(*CORE)
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [
+        ("full", 0),
+        pytest.param("full", 1, marks=pytest.mark.slow),
+        pytest.param("window", 2, marks=pytest.mark.slow),
+        pytest.param("state", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_a_quiet_tenant_hits_within_its_floor_as_if_it_were_alone(kind: str, seed: int) -> None:
+    trace = open_trace("noisy:9,quiet:1", seed=seed)
+    alone = hits(run(kind, of_quiet(trace), None))
+    beside = run(kind, list(trace), {"quiet": {"floor": "60%"}, "noisy": {}})
+    assert hits(beside) == alone, "request by request"
+    without = run(kind, list(trace), None)
+    assert sum(hits(without).values()) < 0.9 * sum(alone.values()), "without a floor it loses more than a tenth"
+    assert beside.tenants is not None
+    assert beside.tenants["quiet"]["lost_pages"] == 0 < beside.tenants["noisy"]["lost_pages"]
+    assert beside.tenants["quiet"]["hit_tokens"] == sum(alone.values())
+
+
+def test_loads_of_tenants() -> None:
+    trace = open_trace("noisy:9,quiet:1", seed=4)
+    quiet = of_quiet(trace)
+    assert len(trace) == 400 and len(quiet) == 40
+    other = of_quiet(open_trace("noisy:3,quiet:1,third:6", seed=4))
+    assert [each.prompt.tolist() for each in quiet] == [each.prompt.tolist() for each in other], "whatever others do"
+    again = of_quiet(open_trace("noisy:9,quiet:1", seed=5))
+    assert [each.prompt.tolist() for each in quiet] != [each.prompt.tolist() for each in again]
+    assert {each.session.partition(" ")[0] for each in trace} == {"noisy", "quiet"}
