@@ -116,8 +116,8 @@ def frames_of_transfers_move_inwards(patch: Patch) -> None:
 def what_was_accepted_is_not_kept(patch: Patch) -> None:
     real = Resizing.go_on
 
-    def go_on(resizing: Resizing, running: Sequence[RequestKV], ends: Sequence[int], promised: int) -> bool:
-        return real(resizing, running, ends, 0)
+    def go_on(resizing: Resizing, running: Sequence[RequestKV], ends: Sequence[int], promised: Sequence[int]) -> bool:
+        return real(resizing, running, ends, [0] * len(promised))
 
     patch.setattr(Resizing, "go_on", go_on)
 

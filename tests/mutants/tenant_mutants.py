@@ -31,11 +31,11 @@ def whole_leaves_go(patch: Patch) -> None:
 def floors_are_lent_to_leases(patch: Patch) -> None:
     real = Tenants.refusal
 
-    def refusal(tenants: Tenants, wanted: Any, soft: Any = None) -> str:
+    def refusal(tenants: Tenants, wanted: Any, soft: Any = None, *, begins: bool = False) -> str:
         terms = tenants.terms
-        tenants.terms, tenants._limits = [each.changed({"floor": "0"}) for each in terms], None
-        found = real(tenants, wanted, soft)
-        tenants.terms, tenants._limits = terms, None
+        tenants.terms, tenants._limits = [each.changed({"floor": "0"}) for each in terms], {}
+        found = real(tenants, wanted, soft, begins=begins)
+        tenants.terms, tenants._limits = terms, {}
         return found
 
     patch.setattr(Tenants, "refusal", refusal)

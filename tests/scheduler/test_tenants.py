@@ -32,12 +32,13 @@ class TenantServer:
     """Serves requests of tenants to their ends, in pages of one token."""
 
     def __init__(
-        self, terms: dict[str, Any], *, num_pages: int = 40, max_running: int = 4, kinds: str = "full"
+        self, terms: dict[str, Any], *, num_pages: int = 40, max_running: int = 4, kinds: str = "full", context: int = 0
     ) -> None:
         reaches = (ReachSpec(),) if kinds == "full" else (ReachSpec(), ReachSpec(kinds, 4 * (kinds == "window")))
         plan = small_plan(
             num_pages,
             1,
+            context=context,
             max_requests=max_running,
             groups=tuple(reach.kind for reach in reaches),
             reaches=reaches,
@@ -114,7 +115,7 @@ def test_running_requests_of_others_take_nothing_of_a_floor() -> None:
     server = TenantServer({"quiet": {"floor": "50%"}, "noisy": {}})
     first, second = server.add(NOISY, text(1, 12), most=6), server.add(NOISY, text(2, 12), most=6)
     assert server.step() == [first]
-    assert "promised to 'quiet'" in second.wait_reason
+    assert "promised to other tenants" in second.wait_reason
     quiet = server.add(QUIET, text(1, 12), most=6)
     assert server.step() == [quiet], "it passes a request that waits for room, within its floor"
     server.run(first, second, quiet)
@@ -178,7 +179,7 @@ def test_what_can_never_run_is_refused_at_once() -> None:
     server = TenantServer({"noisy": {"ceiling": "30%"}, "quiet": {"floor": "50%"}})
     with pytest.raises(RequestTooLarge, match=r"tenant 'noisy' can have 12 of 40.*its ceiling is 30%"):
         server.add(NOISY, text(1, 12), most=2)
-    with pytest.raises(RequestTooLarge, match=r"tenant 'default' can have 20 of 40.*promised to others: 'quiet' 50%"):
+    with pytest.raises(RequestTooLarge, match=r"tenant 'default' can have 20 of 40.*promised to others: 50.0%"):
         server.add(Namespace(), text(1, 21), most=2)
     assert server.serve(QUIET, text(1, 39)) == 0
 
@@ -247,6 +248,29 @@ def test_a_prompt_longer_than_a_share_of_windows_goes_on_in_parts() -> None:
     request = server.add(NOISY, text(1, 18), most=2)
     server.run(request)
     assert request.num_preemptions == 0 and server.cache.groups[1].room.total == 12
+
+
+def test_what_a_full_tenant_keeps_ends_for_its_own_requests() -> None:
+    server = TenantServer({"noisy": {"ceiling": "30%"}, "quiet": {}})
+    retention = offload_of(server.cache).retention
+    server.serve(NOISY, text(1, 9))
+    kept = retention.retain(np.array(text(1, 9), dtype=np.int32), NOISY, ttl_seconds=60.0, pin=True)
+    assert not kept.pinned and kept.granted_tokens == 9 and "its tenant has a ceiling" in kept.reason
+    request = server.add(NOISY, text(2, 8), most=2)
+    server.run(request)
+    assert request.num_preemptions == 0 and retention.num_pages < 9
+
+
+def test_pins_and_floors_find_room_beside_each_other() -> None:
+    server = TenantServer({"quiet": {"floor": "25%"}, "noisy": {}}, context=10)
+    retention = offload_of(server.cache).retention
+    for number in range(3):
+        server.serve(NOISY, text(number, 9))
+        retention.retain(np.array(text(number, 9), dtype=np.int32), NOISY, ttl_seconds=60.0, pin=True)
+    assert retention.num_pinned == 20, "of 40 pages 10 are promised, and the longest request needs 10"
+    with pytest.raises(InvalidInput, match="retentions have pinned 20 pages, and with these terms 10 could be"):
+        server.tenants.change("quiet", {"floor": "50%"}, num_pinned=retention.num_pinned)
+    assert str(server.tenants.terms[1].floor) == "25%"
 
 
 def test_checkpoints_within_a_floor_stay() -> None:

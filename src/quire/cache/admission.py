@@ -190,6 +190,14 @@ class Admission:
         most = self._tenants.most_pages(namespace) * self._plan.tokens_per_page + 1 - beyond
         return max(0, min(self._plan.largest_request, most))
 
+    def frames_for(self, requests: Sequence[tuple[Namespace, int]]) -> list[int]:
+        """Frames that each group must have, so that any of these requests can run, each with so many pages."""
+        if self._tenants is None:
+            most = max((num_pages for _, num_pages in requests), default=0)
+            return [group.needs(most, 0) if most else 0 for group in self._groups]
+        needs = [self._tenants.frames_for(*each) for each in set(requests)]
+        return [max(each) for each in zip(*needs, strict=True)] or [0] * len(self._groups)
+
     def passes(self, namespace: Namespace) -> bool:
         """A waiting request of this namespace lacks room: whether others may begin before it."""
         return self._tenants is not None and self._tenants.passes(namespace)

@@ -174,14 +174,17 @@ class Growth:
         """Evict until each group has `wanted[i]` free frames, for loads. Does not wait for transfers. Loads are not
         ordered behind launched steps as moves are: no frame is moved for them, and none is theirs that moves left,
         while a step is in flight. `pages` are those of each group that get the frames; without them no tenant asks,
-        and each may lose what it has."""
+        and each loses first what is above its floor."""
         fences = self._parts.holds.fences
         if not fences.has_passed(self._moved):
             raise OutOfPages(group="loads", wanted=sum(wanted), free=0, held_by="frames on the move are in the way")
         self.is_loading = fences.num_open > 0
-        claims = self._tenants.pages_by([*pages, pages[0]]) if self._tenants is not None and pages else None
+        nobody = [NO_PAGES] * len(self._parts.groups)
+        claims = None if self._tenants is None else self._tenants.pages_by([*(pages or nobody), *(pages or nobody)[:1]])
         try:
             self._until(lambda: wanted, 0, cause, claims, waits=False)
+            if not pages:
+                self._evict(wanted, 0, cause)
         finally:
             self.is_loading = False
 

@@ -154,6 +154,7 @@ class KVCache:
         )
         if shares is not None:
             free = lambda: self.pages.num_free_pages  # noqa: E731 - a property, not a method
+            self.parts.resized.append(shares.resized)
             shares.attach(self.groups, self.parts.rooms, table, self.tree, free, self._changed)
         for group in self.groups:
             group.tenants = shares

@@ -90,18 +90,17 @@ class Resizing:
         for listener in self._parts.resized:
             listener(plan)
 
-    def go_on(self, running: Sequence[RequestKV], ends: Sequence[int], promised: int) -> bool:
+    def go_on(self, running: Sequence[RequestKV], ends: Sequence[int], promised: Sequence[int]) -> bool:
         """Go on towards the goal, as far as `running` requests allow, which will have `ends[i]` pages at their end, and
-        a request of `promised` pages that was accepted before. No step may be in flight. Returns whether it is reached
-        but for that promise."""
+        the `promised` frames of each group, which a request needs that was accepted before. No step may be in flight.
+        Returns whether it is reached but for that promise."""
         rows = self._parts.rows.distinct(running)
         have = -(-self._parts.rows.num_allocated[rows] // self._parts.plan.page_size)
         reached = np.maximum(have, np.array(ends, dtype=np.int64))
         least, reserved = [group.frames.limit for group in self._parts.groups], [0] * len(self.goal)
         for group in self._sized:
             index, ids = group.index, group.frames.allocator.ids
-            needed = group.needs(promised, 0) if promised else 0
-            least[index] = min(ids.size, max(self.goal[index], needed))
+            least[index] = min(ids.size, max(self.goal[index], promised[index]))
             reserved[index] = group.remaining(rows, have, reached)
             if least[index] > ids.limit:
                 ids.resize(least[index])

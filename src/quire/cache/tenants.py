@@ -33,9 +33,13 @@ from quire.prefix.tenant_policies import TenantShares
 from quire.settings.tenants import TenantTerms, check_tenants
 from quire.spec.events import Namespace
 from quire.spec.ids import Bools, Ids, Tier
+from quire.spec.pages import pages_for
 from quire.spec.rank import Rank
 
 R = TypeVar("R")
+
+_FEW = 16  # tenants, which are counted one by one
+_ENDLESS = 1e6  # times the memory: no ceiling
 
 
 @dataclass(slots=True)
@@ -52,9 +56,16 @@ class Account:
     """One room, or the page ids of a cache without a group that is read whole. `strides` are units by group, and for a
     page id; `per_page` are those of a page that leaves with all its frames, 0 where no page leaves for this room."""
 
-    total: Any  # () -> int
+    room: Room | None
+    group: int
     strides: Lengths
     per_page: int
+
+    def total(self, plan: MemoryPlan, *, now: bool) -> int:
+        """Its units now, or those that it has when a change of its size has ended, which `plan` is the goal of."""
+        if self.room is None:
+            return plan.num_pages
+        return self.room.total if now or self.room.is_shared else plan.split[self.group]
 
 
 @dataclass(slots=True)
@@ -79,9 +90,9 @@ class Tenants(TenantShares):
         self.over: Bools = np.ones(len(terms), dtype=np.bool_)
         """Those that hold more than they are promised, as of the last question: what they hold may end for others."""
         self._numbers = {key: number for number, each in enumerate(terms) for key in each.keys}
-        self._plan = plan
+        self._plan = plan  # that of the size that was asked for last
         self._turns = Turns([0.0] * len(terms))
-        self._limits: tuple[Lengths, Lengths, Lengths] | None = None  # and of which totals
+        self._limits: dict[bool, tuple[Lengths, Lengths, Lengths]] = {}  # keys: now, or later; totals, floors, ceilings
         self._is_limited = False  # tenants lose only what those who ask let them lose
         self._only: int | None = None  # the one that makes room within its ceiling now
         self._kept = [0] * len(terms)  # idle pages of each that stay now
@@ -106,13 +117,11 @@ class Tenants(TenantShares):
             strides = np.zeros(num_groups + 1, dtype=np.int64)
             strides[list(room.indices)] = room.strides
             leaves = any(whole[index] for index in room.indices)
-            self._accounts.append(
-                Account(lambda room=room: room.total - room.leaving, strides, int(strides.sum()) * leaves)
-            )
+            self._accounts.append(Account(room, room.indices[0], strides, int(strides.sum()) * leaves))
         if not any(whole):
             strides = np.zeros(num_groups + 1, dtype=np.int64)
             strides[-1] = 1
-            self._accounts.append(Account(lambda: self._plan.num_pages, strides, 1))
+            self._accounts.append(Account(None, 0, strides, 1))
         self._strides = np.stack([each.strides for each in self._accounts])
         self._main = next(at for at, each in enumerate(self._accounts) if each.per_page)
         self._bound: npt.NDArray[np.float64] = np.full((len(self._accounts), len(self.terms)), np.inf)
@@ -135,18 +144,27 @@ class Tenants(TenantShares):
 
     @property
     def num_bytes(self) -> int:
-        """The KV memory that is shared, in bytes."""
+        """The KV memory that is shared, in bytes, when a change of its size has ended."""
+        return self._bytes_of(self._totals(now=False))
+
+    def _bytes_of(self, totals: Lengths) -> int:
         layouts = [group.layout.bytes_per_frame for group in self._plan.groups]
-        rooms = self._rooms
-        return sum(room.total if room.is_shared else room.total * layouts[room.indices[0]] for room in rooms)
+        units = [1 if room.is_shared else layouts[room.indices[0]] for room in self._rooms]
+        return sum(int(total) * size for total, size in zip(totals.tolist(), units, strict=False))
 
     def check(self, terms: Sequence[TenantTerms], num_bytes: int | None = None) -> None:
         """Raise InvalidInput unless the cache can keep these terms, now or with so many bytes."""
         check_tenants(terms, self.num_bytes if num_bytes is None else num_bytes)
 
-    def change(self, name: str, given: Mapping[str, Any], requests: Iterable[tuple[str, Namespace, int]] = ()) -> None:
+    def change(
+        self,
+        name: str,
+        given: Mapping[str, Any],
+        requests: Iterable[tuple[str, Namespace, int]] = (),
+        num_pinned: int = 0,
+    ) -> None:
         """Other terms for a tenant, from now on. `requests` are ids, namespaces and pages at their end of those that
-        wait or run. Raises InvalidInput; nothing has changed then."""
+        wait or run; callers have pinned `num_pinned` pages. Raises InvalidInput; nothing has changed then."""
         at = next((at for at, each in enumerate(self.terms) if each.name == name), None)
         if at is None:
             known = ", ".join(each.name for each in self.terms)
@@ -154,39 +172,53 @@ class Tenants(TenantShares):
         before, after = self.terms, list(self.terms)
         after[at] = after[at].changed(given)
         self.check(after)
-        self.terms, self._limits = after, None
+        plan = self._plan
+        self.terms, self._limits = after, {}
         for request_id, namespace, num_pages in requests:
             if num_pages > (most := self.most_pages(namespace)):
-                self.terms, self._limits = before, None
+                self.terms, self._limits = before, {}
                 whose = before[self.number(namespace)].name
                 raise InvalidInput(
                     f"request {request_id} of tenant '{whose}' needs {num_pages} pages, and could have {most} then.",
                     fix="wait until it has ended, or end it.",
                 )
+        room = plan.num_pages - pages_for(plan.largest_request, plan.page_size) - self.promised_in(plan)
+        if num_pinned and (num_pinned > room or self.terms[at].ceiling is not None):
+            self.terms, self._limits = before, {}
+            raise InvalidInput(
+                f"retentions have pinned {num_pinned} pages, and with these terms {max(0, room)} could be, of tenants "
+                f"without a ceiling.",
+                fix="release pins (POST /v1/cache/release), or wait until they have expired.",
+            )
         self._bound[:] = np.inf
         self._changed()
 
-    def limits(self) -> tuple[Lengths, Lengths]:
-        """Floors and ceilings now."""
-        totals = self._totals()
-        if self._limits is None or not np.array_equal(totals, self._limits[0]):
-            total_bytes = self.num_bytes
-            floors = [each.floor.of(total_bytes) for each in self.terms]
-            ceilings = [1.0 if each.ceiling is None else min(1.0, each.ceiling.of(total_bytes)) for each in self.terms]
+    def limits(self, *, now: bool = True) -> tuple[Lengths, Lengths]:
+        """Floors and ceilings now, or when a change of the size has ended. Without a ceiling all may be held, also what
+        a smaller size will not have."""
+        totals = self._totals(now=now)
+        kept = self._limits.get(now)
+        if kept is None or not np.array_equal(totals, kept[0]):
+            total_bytes = max(1, self._bytes_of(totals))
+            floors = [min(1.0, each.floor.of(total_bytes)) for each in self.terms]
+            ceilings = [_ENDLESS if each.ceiling is None else each.ceiling.of(total_bytes) for each in self.terms]
             found = [(totals[:, None] * np.array(part)).astype(np.int64) for part in (floors, ceilings)]
-            self._limits = totals, found[0], found[1]
-        return self._limits[1:]
+            kept = self._limits[now] = totals, found[0], found[1]
+        return kept[1:]
 
-    @property
-    def promised_pages(self) -> int:
-        """Pages of all floors together."""
-        return int(self.limits()[0][self._main].sum()) // self._accounts[self._main].per_page
+    def promised_in(self, plan: MemoryPlan) -> int:
+        """Pages of all floors together, of a cache of this size."""
+        return int(plan.num_pages * min(1.0, sum(each.floor.of(plan.pool_bytes) for each in self.terms)))
+
+    def is_capped(self, namespace: Namespace) -> bool:
+        """Whether its tenant has a ceiling."""
+        return self.terms[self.number(namespace)].ceiling is not None
 
     def most_pages(self, namespace: Namespace) -> int:
         """Pages of the largest request of a namespace that can ever run: within its ceiling, beside the floors of
         others."""
-        tenant, (floors, ceilings) = self.number(namespace), self.limits()
-        most = np.minimum(ceilings[:, tenant], self._totals() - floors.sum(axis=1) + floors[:, tenant])
+        tenant, (floors, ceilings) = self.number(namespace), self.limits(now=False)
+        most = np.minimum(ceilings[:, tenant], self._totals(now=False) - floors.sum(axis=1) + floors[:, tenant])
         low, high = 0, self._plan.num_pages
         while low < high:
             middle = (low + high + 1) // 2
@@ -196,12 +228,34 @@ class Tenants(TenantShares):
 
     # -- what is held
 
-    def _totals(self) -> Lengths:
-        return np.array([each.total() for each in self._accounts])
+    def _totals(self, *, now: bool = True) -> Lengths:
+        return np.array([each.total(self._plan, now=now) for each in self._accounts])
+
+    def resized(self, plan: MemoryPlan) -> None:
+        """The size becomes that of this plan."""
+        self._plan = plan
+
+    def frames_for(self, namespace: Namespace, num_pages: int) -> list[int]:
+        """Frames that each group must have in all, so that a request of so many pages fits within its limits."""
+        tenant, (floors, _) = self.number(namespace), self.limits()
+        others = [each for at, each in enumerate(self.terms) if at != tenant]
+        ceiling, shares = self.terms[tenant].ceiling, sum(each.floor.share for each in others if not each.floor.bytes)
+        sizes = floors @ np.array([at != tenant and each.floor.bytes > 0 for at, each in enumerate(self.terms)])
+        needs = self._strides @ np.array([*(g.needs(num_pages, 0) + g.reach.in_place for g in self._groups), num_pages])
+        part = 1.0 if ceiling is None or ceiling.bytes else max(ceiling.share, 1e-9)
+        least = np.ceil(np.maximum(needs / part, (needs + sizes) / max(1 - shares, 1e-9)))
+        found = [int(each.total(self._plan, now=True)) for each in self._accounts]
+        return [
+            min(found[at], int(least[at])) // int(self._strides[at, index])
+            for index in range(len(self._groups))
+            for at in [next(at for at, each in enumerate(self._accounts) if each.strides[index])]
+        ]
 
     def _count(self, pages: Bools) -> Lengths:
         """Pages by tenant."""
-        return np.bincount(self.of_page[pages], minlength=len(self.terms))
+        if len(self.terms) > _FEW:
+            return np.bincount(self.of_page[pages], minlength=len(self.terms))
+        return np.array([np.count_nonzero(pages & (self.of_page == each)) for each in range(len(self.terms))])
 
     def _look(self) -> None:
         """Count what is used, and what of it is idle, from the residency table. O(page ids)."""
@@ -266,9 +320,10 @@ class Tenants(TenantShares):
         self.granted(wanted)
         return bool(refused) or bool((self.used + units > ceilings).any())
 
-    def refusal(self, wanted: Lengths, soft: Lengths | None = None) -> str:
+    def refusal(self, wanted: Lengths, soft: Lengths | None = None, *, begins: bool = False) -> str:
         """Why these frames, by group and tenant, cannot be had even if all is evicted that may be; "" if they can. Idle
-        are also `soft` retentions, pages by tenant. Says who is `over`, and what each may lose."""
+        are also `soft` retentions, pages by tenant. What a smaller size will not have is only for requests that run,
+        and not for one that `begins`. Says who is `over`, and what each may lose."""
         self._look()
         self._wanted = self._strides @ wanted
         floors, ceilings = self.limits()
@@ -279,25 +334,30 @@ class Tenants(TenantShares):
         if beyond.any():
             self.over = np.logical_or.reduce(beyond)
             at, tenant = np.argwhere(beyond)[0].tolist()
+            excess = (after - ceilings).max(axis=1, where=beyond, initial=0)
+            self.lack_pages = self._in_pages(excess)
             return self._told(at, tenant, int(after[at, tenant]), int(ceilings[at, tenant]))
         above = after > floors
-        lack = np.maximum(after, floors).sum(axis=1) + self._others - self._totals()
+        leaving = [each.room.leaving if begins and each.room is not None else 0 for each in self._accounts]
+        lack = np.maximum(after, floors).sum(axis=1) + self._others - self._totals() + leaving
         self.over = np.logical_or.reduce(above[lack > 0] if (lack > 0).any() else above)
         if not self.over.any():
             self.over = np.ones_like(self.over)
-        self.lack_pages = max(
-            0, *(-(-int(n) // each.per_page) for n, each in zip(lack, self._accounts, strict=True) if each.per_page)
-        )
+        self.lack_pages = self._in_pages(lack)
         if (lack <= 0).all():
             return ""
-        names = [f"'{self.terms[each].name}'" for each in np.flatnonzero((floors > after)[lack > 0].any(axis=0))]
-        promised = f"; the rest is promised to {', '.join(names)}" if names else ""
+        promised = "; the rest is promised to other tenants" if (floors > after)[lack > 0].any() else ""
         return f"{int(lack.max())} units are missing beside what tenants hold{promised}"
 
+    def _in_pages(self, units: Lengths) -> int:
+        """Pages that make up for so many units of each account."""
+        pages = [-(-int(n) // each.per_page) for n, each in zip(units, self._accounts, strict=True) if each.per_page]
+        return max(0, *pages)
+
     def _told(self, at: int, tenant: int, need: int, most: int) -> str:
-        share = f"{need / max(1, self._accounts[at].total()):.1%}"
-        held = int((self.used - self.idle)[at, tenant]) / max(1, self._accounts[at].total())
-        name, ceiling = self.terms[tenant].name, most / max(1, self._accounts[at].total())
+        total = max(1, int(self._totals()[at]))
+        share, held = f"{need / total:.1%}", int((self.used - self.idle)[at, tenant]) / total
+        name, ceiling = self.terms[tenant].name, most / total
         return (
             f"tenant '{name}' would hold {share} of the KV memory, and its ceiling is {ceiling:.1%}: its running "
             f"requests, sessions and retentions hold {held:.1%}"
@@ -357,6 +417,9 @@ class Tenants(TenantShares):
         """For `TenantPolicies`: most above its floor first, by weight."""
         if self._only is not None:
             return iter((self._only,))
+        if not self._is_limited:  # a caller evicts
+            self._look()
+            self._wanted[:] = 0
         return iter(self._order(self._main, self._tree.num_unheld))
 
     def may_lose(self, tenant: int) -> int:
@@ -436,7 +499,7 @@ class Tenants(TenantShares):
         """Why a request with these claims, by group and tenant, does not begin now; "" if its tenant allows it, or
         would if `more` pages were idle. None: it is within its tenant's floor, so it has room."""
         tenant = self.number(namespace)
-        refused = self.refusal(wanted, soft + more * self.over)
+        refused = self.refusal(wanted, soft + more * self.over, begins=True)
         floors, _ = self.limits()
         if ((self.used - self.idle + self._wanted)[:, tenant] <= floors[:, tenant]).all():
             return None
@@ -471,6 +534,7 @@ class Tenants(TenantShares):
             return ""
         each = self.terms[self.number(namespace)]
         ceiling = f"its ceiling is {each.ceiling}" if each.ceiling is not None else "it has no ceiling"
-        promised = ", ".join(f"'{t.name}' {t.floor}" for t in self.terms if t is not each and str(t.floor) != "0%")
-        told = f"{ceiling}; promised to others: {promised or 'nothing'}"
+        floors = self.limits(now=False)[0][self._main]
+        promised = (floors.sum() - floors[self.number(namespace)]) / max(1, int(self._totals(now=False)[self._main]))
+        told = f"{ceiling}; promised to others: {promised:.1%}"
         return f"needs {num_pages} pages; tenant '{each.name}' can have {most} of {self._plan.num_pages} ({told})"

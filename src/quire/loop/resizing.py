@@ -66,7 +66,8 @@ class ResizingPart(Part):
         )
         loop.drain()
         most = {each: pages_of(each.num_prompt_tokens + each.max_tokens) for each in scheduler.requests}
-        promised = 0 if resizing.is_released else max(most.values(), default=0)
+        ends = [] if resizing.is_released else [(request.namespace, end) for request, end in most.items()]
+        promised = self._cache.admission.frames_for(ends)
         while True:
             running = {each.kv: end * (not self._preempts) for each, end in most.items() if each.kv is not None}
             done = resizing.go_on(list(running), list(running.values()), promised)

@@ -112,7 +112,7 @@ class TenantsPart(Part):
         assert self._loop is not None
         plan, requests = self._loop.cache.plan, self._loop.scheduler.requests
         pages = [(r.request_id, r.namespace, plan.pages_of(r.num_prompt_tokens + r.max_tokens)) for r in requests]
-        self.tenants.change(name, terms, pages)
+        self.tenants.change(name, terms, pages, self._loop.cache.offload.retention.num_pinned)
         return self.listing()
 
     def counters(self) -> list[Section]:

@@ -134,14 +134,13 @@ class Retention(RetentionPort):
         self.budget = int(self._share * plan.num_pages)  # pages
 
     def most_pinned(self, plan: MemoryPlan) -> int:
-        """Pages beside which the longest request finds room, with this plan."""
-        return max(0, plan.num_pages - pages_for(plan.largest_request, plan.page_size))
+        """Pages beside which the longest request finds room, with this plan, and what tenants are promised."""
+        promised = 0 if self._parts.tenants is None else self._parts.tenants.promised_in(plan)
+        return max(0, plan.num_pages - pages_for(plan.largest_request, plan.page_size) - promised)
 
     @property
     def _pin_budget(self) -> int:
-        """Pages that pins may take now, beside what tenants are promised."""
-        promised = 0 if self._parts.tenants is None else self._parts.tenants.promised_pages
-        return max(0, min(self.budget, self.most_pinned(self._plan) - promised))
+        return min(self.budget, self.most_pinned(self._plan))
 
     def counters(self) -> RetentionCounters:
         """Counters and gauges now."""
@@ -173,7 +172,11 @@ class Retention(RetentionPort):
         prefix = self._by_key.get(key)
         pin = pin or (prefix is not None and prefix.pinned)
         match = self._tree.match(namespace, tokens)
+        capped = pin and (tenants := self._parts.tenants) is not None and tenants.is_capped(namespace)
+        pin = pin and not capped
         num_pages, reason = self._grant(len(tokens), match, prefix, pin)
+        if capped:
+            reason = "kept, but not pinned: its tenant has a ceiling, within which its longest request must find room."
         if prefix is None and not num_pages:
             return Granted(asked_tokens=len(tokens), reason=reason)
         if prefix is None or num_pages > prefix.hold.path.num_pages:

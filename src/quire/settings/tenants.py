@@ -6,7 +6,7 @@ A file names them:
      "noisy": {"keys": ["crawler"], "ceiling": "6GiB", "weight": 0.5}}
 
 `keys` are names of API keys, by default the tenant's own. Requests with other keys are those of `default`, which may be
-named too. Nothing here loads numpy or torch.
+named too, without keys. Nothing here loads numpy or torch.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def tenants_of(found: Any) -> tuple[TenantTerms, ...]:
         raise InvalidInput(f"there are {len(found)} tenants, and {MOST_TENANTS} at most.", fix="group keys.")
     tenants, owners = {DEFAULT_TENANT: TenantTerms(name=DEFAULT_TENANT)}, dict[str, str]()
     for name, terms in found.items():
-        keys = terms.get("keys", [name])
+        keys = terms.get("keys", [] if name == DEFAULT_TENANT else [name])
         if not isinstance(keys, list) or not all(isinstance(key, str) and key for key in keys):
             raise InvalidInput(f"the keys of tenant '{name}' are no list of names.", fix='write "keys": ["alice"].')
         for key in keys:
