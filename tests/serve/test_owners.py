@@ -77,6 +77,8 @@ ROUTES: dict[tuple[str, str], Asked] = {
     ("POST", "/v1/cache/flush"): Asked({"all": True}),
     ("POST", "/v1/cache/epoch"): Asked({"weights_epoch": 1}),
     ("POST", "/v1/cache/role"): Asked({"role": "both"}),
+    ("GET", "/v1/tenants"): Asked(),
+    ("POST", "/v1/tenants"): Asked({"name": "default", "floor": "90%"}),
     ("GET", "/v1/cache/memory"): Asked(),
     ("POST", "/v1/cache/resize"): Asked({"device_bytes": 2**20, "wait_s": 0}),
     **dict.fromkeys((("POST", f"/v1/cache/memory/{verb}") for verb in ("release", "resume")), Asked({"wait_s": 0})),

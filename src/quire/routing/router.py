@@ -118,6 +118,7 @@ class Router:
             app.add_api_route(f"/v1/cache/{name}", self._ask_all, response_model=None)
         for name in ("release", "flush", "epoch", "resize", "memory/release", "memory/resume"):
             app.add_api_route(f"/v1/cache/{name}", self._ask_all, methods=["POST"], response_model=None)
+        app.add_api_route("/v1/tenants", self._ask_all, methods=["GET", "POST"], response_model=None)
         for path in ("/server_info", "/get_server_info"):
             app.add_api_route(path, self._server_info, response_model=None)
         for path in ("/flush_cache", "/reset_prefix_cache"):
