@@ -106,7 +106,7 @@ def swing(core: EngineCore, model: str, times: int, **settings: Any) -> None:
         if step % 7 == 3:
             small = done % 2 == 0
             found = resized(core, memory.least if small else memory.most, preempt=done % 6 == 4)
-            assert found.device.reached == pytest.approx(memory.most) or small
+            assert found.device.reached == core.plan.pool_bytes or small
             done += 1
 
     for turn in range(100):
@@ -150,7 +150,8 @@ def test_a_shrink_waits_for_requests_that_run_and_says_which() -> None:
             tokens[output.request_id].extend(output.token_ids)
     found = resized(core, memory.least)
     assert not found.done and memory.least < found.device.reached < memory.most
-    assert {each.name for each in found.holders} <= tokens.keys() and found.holders[0].num_bytes > 0
+    assert {each.name for each in found.holders} <= tokens.keys()
+    assert all(0 < each.num_bytes <= each.most_bytes for each in found.holders)
     preempted = core.statistics()["preemptions"]
     assert stepped(core, tokens, lambda step: None) == expected("quire-bundled")
     found = core.memory()
@@ -192,7 +193,7 @@ def test_all_memory_is_given_back_and_comes_again() -> None:
         assert not len(core.step())
     hits = core.statistics()["tiers"]["host_hit_tokens"]
     found = answer(core, core.resume_memory(0.0))
-    assert found.done and not found.released and found.device.reached == memory.most
+    assert found.done and not found.released and found.device.reached == core.plan.pool_bytes
     assert stepped(core, tokens, lambda step: None) == expected("quire-bundled")
     assert run(core, prompts(), params(), "warm") == expected("quire-bundled")
     assert core.statistics()["tiers"]["host_hit_tokens"] > hits, "what was cached is not found on the host"

@@ -221,6 +221,10 @@ class PagedGroup(GroupBase):
         """Frames that belong to a row and to none of its pages, unordered."""
         return NO_PAGES
 
+    def num_of(self, row: int, num_pages: int) -> int:
+        """Frames that a row of so many pages reads."""
+        return num_pages if self.reach.whole else num_pages - int(self.first[row])
+
     def num_own(self) -> Lengths:
         """How many frames `frames_of` has, by row."""
         return np.zeros(len(self.first), dtype=np.int64)

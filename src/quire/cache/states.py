@@ -99,6 +99,9 @@ class StateGroup(GroupBase):
             frames += [int(self._frame[row]), *self._draft_frames[row].tolist()]
         return np.array(frames, dtype=np.int32)
 
+    def num_of(self, row: int, num_pages: int) -> int:
+        return len(self.frames_of(row))
+
     def pinned(self, row: int, pages: Ids) -> Ids:
         source: Ids = self._source[row : row + 1]
         return source[:0] if source[0] == 0 else source

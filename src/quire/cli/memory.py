@@ -67,5 +67,6 @@ def _sizes(found: dict[str, Any]) -> Any:
 
 
 def _holders(found: dict[str, Any]) -> list[Any]:
-    body = [(each["name"], format_bytes(each["num_bytes"])) for each in found["holders"]]
-    return [plain_table(("what holds the rest", "bytes"), body)] if body else []
+    sizes = ("num_bytes", "most_bytes")
+    body = [(each["name"], *(format_bytes(each[name]) for name in sizes)) for each in found["holders"]]
+    return [plain_table(("what keeps the rest", "now", "at its end"), body)] if body else []

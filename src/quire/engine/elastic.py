@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quire.cache.groups import PagedGroup
 from quire.counters import Section, counter, gauge
 from quire.engine.memory_pressure import PressureSizes
 from quire.engine.memory_report import MemoryHolder, MemoryReport, MemorySize, ResizeRequest
@@ -51,7 +50,7 @@ class ElasticMemory(ResizingPart):
         self._engine = engine
         self._whole = engine.capacity
         self._pools = [(at, pool) for at, pool in enumerate(engine.pools) if not pool.on_host]
-        self._most = self._asked = whole.pool_bytes
+        self._most = self._asked = engine.config.kv_memory or whole.pool_bytes
         self._least = engine.config.kv_memory_least or self._most
         self._num_bytes = whole.pool_bytes
         self._num_resizes = 0
@@ -119,9 +118,9 @@ class ElasticMemory(ResizingPart):
     def _checked(self, num_bytes: int) -> MemoryPlan:
         """The plan of so many bytes, if they can be."""
         if num_bytes > self._most or num_bytes < self._least:
-            few = num_bytes < self._least
-            told = "a fixed size" if self._least == self._most else f"{format_bytes(self._least)} or more"
-            have = told if few else f"{format_bytes(self._most)}, which holds that address space,"
+            have = format_bytes(self._most) + " at most"
+            if num_bytes < self._least:
+                have = f"{format_bytes(self._least)} at least" if self._least < self._most else "a fixed size"
             raise InvalidInput(
                 f"{format_bytes(num_bytes)} of KV memory were asked for, and this server was started with {have}.",
                 fix=f"ask for {self._least} to {self._most} bytes, or start the server with another --kv-memory, such "
@@ -154,23 +153,22 @@ class ElasticMemory(ResizingPart):
             threading.Thread(target=self._engine.populate, name="quire-populate", daemon=True).start()
 
     def _holders(self) -> list[MemoryHolder]:
-        cache, rows = self._cache, self._cache.rows
-        sizes = [group.layout.bytes_per_frame for group in cache.plan.groups]
-        found: dict[str, int] = {}
+        cache, rows, plan = self._cache, self._cache.rows, self._cache.plan
+        sizes = [each.layout.bytes_per_frame for each in plan.groups]
+        sized = [(group, sizes[group.index]) for group in cache.groups if not group.frames.are_page_ids]
+        requests = self._engine.scheduler.requests
+        ends = {each.kv: plan.pages_of(each.num_prompt_tokens + each.max_tokens) for each in requests}
+        found: list[MemoryHolder] = []
         for kv in rows.live.values():
-            num_pages, held = len(rows.page_ids(kv)), 0
-            for group in cache.groups:
-                windowed = isinstance(group, PagedGroup) and not group.reach.whole
-                passed = int(group.first[kv.row]) if windowed else 0  # type: ignore[union-attr]
-                frames = len(group.frames_of(kv.row)) if group.reach.in_place else num_pages - passed
-                held += frames * sizes[group.index] * (not group.frames.are_page_ids)
-            name = "sessions" if kv.is_held else kv.label
-            found[name] = found.get(name, 0) + held
-        pinned = offload_of(cache).retention.num_pinned
+            num_pages = len(rows.page_ids(kv))
+            held = sum(size * group.num_of(kv.row, num_pages) for group, size in sized)
+            most = sum(size * group.needs(max(num_pages, ends.get(kv, 0)), 0) for group, size in sized)
+            name = kv.label if kv in ends else f"session of {kv.label}"
+            found.append(MemoryHolder(name=name, num_bytes=held, most_bytes=max(held, most if kv in ends else 0)))
+        pinned = offload_of(cache).retention.num_pinned * plan.bytes_per_page
         if pinned:
-            found["pinned retentions"] = pinned * cache.plan.bytes_per_page
-        first = sorted(found.items(), key=lambda each: -each[1])[:_MOST_HOLDERS]
-        return [MemoryHolder(name=name, num_bytes=num_bytes) for name, num_bytes in first]
+            found.append(MemoryHolder(name="pinned retentions", num_bytes=pinned, most_bytes=pinned))
+        return sorted(found, key=lambda each: -each.most_bytes)[:_MOST_HOLDERS]
 
     def counters(self) -> list[Section]:
         asked = 0 if self._resizing.is_released else self._asked

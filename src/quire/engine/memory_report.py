@@ -29,11 +29,12 @@ class MemorySize:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryHolder:
-    """What holds frames that cannot be evicted: a request, by its id, or something else. Requests that share pages
-    count them all."""
+    """What holds frames that cannot be evicted: a request, by its id, or something else. It has `num_bytes`, and will
+    need `most_bytes` at its end. Requests that share pages count them all."""
 
     name: str
     num_bytes: int
+    most_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
