@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from quire.cache.admission import Admission
 from quire.cache.states import StateGroup
+from quire.cache.tenant_admission import TenantAdmission
 from quire.cache.tenants import Tenants
 from quire.prefix.node import Levels, Node
 from quire.prefix.tenant_policies import TenantPolicies
@@ -53,7 +53,7 @@ def free_memory_has_no_ceiling(patch: Patch) -> None:
 
 @mutant("tenants", "all wait behind one tenant that is full")
 def a_full_tenant_blocks_the_others(patch: Patch) -> None:
-    patch.setattr(Admission, "passes", lambda admission, namespace: False)
+    patch.setattr(TenantAdmission, "passes", lambda admission, namespace: False)
 
 
 @mutant("tenants", "a tenant within its floor waits for the next tokens of others' requests")
@@ -80,7 +80,7 @@ def all_may_pass(patch: Patch) -> None:
 
 @mutant("tenants", "the request of a tenant within its floor is preempted for one of another, which gets nothing of it")
 def any_request_is_preempted(patch: Patch) -> None:
-    patch.setattr(Admission, "gives_way", lambda admission, kv: True)
+    patch.setattr(TenantAdmission, "gives_way", lambda admission, kv: True)
 
 
 @mutant("tenants", "what clients keep of a quiet tenant ends for a noisy one, which gets nothing of it")

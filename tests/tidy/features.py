@@ -47,6 +47,7 @@ FEATURES = {
         "transfer", r"^_?transfer$|peers?$|(^|_)role$|for_peer", "transfer", "tiers", "cluster", "routing", "fleet"
     ),
     "sessions": _feature("session", r"session", "sessions"),
+    "tenants": _feature("tenant", r"tenant", "tenants"),
     "canary": _feature("canary", r"canary|proof|self_check", "canary"),
 }
 

@@ -10,15 +10,12 @@ from quire.cache.offload import CacheParts, RetentionPort
 from quire.cache.request_kv import PrefixHit, RequestKV
 from quire.cache.running import NO_ROWS, Lengths, Rows
 from quire.cache.states import GroupCache, StateGroup
-from quire.cache.tenants import Tenants
-from quire.errors import RequestTooLarge
 from quire.observe.explain import Cause, Explanation, FromPeer, Reason, arrived_tokens, never_seen
 from quire.prefix.match import find_divergence
 from quire.prefix.node import Node
 from quire.spec.events import Namespace
 from quire.spec.ids import Bools, Ids
 from quire.spec.rank import Rank
-from quire.spec.speculation import get_drafts_beyond_end
 
 
 class Admission:
@@ -34,7 +31,6 @@ class Admission:
         self._retention = retention
         self._size = parts.plan.page_size
         self._plan = parts.plan
-        self._tenants = parts.tenants
         self._partial = [group for group in parts.groups if not group.reach.whole]
         self._states = [group for group in parts.groups if isinstance(group, StateGroup)]
         self._windows = [group for group in self._partial if group not in self._states]
@@ -131,8 +127,6 @@ class Admission:
         held = [group.num_held - self._soft(group) for group in self._groups]
         rooms = {id(group.room): group.room for group in self._windows}.values()
         pages = [-room.lack(held) // sum(room.strides) for room in rooms]
-        if self._tenants is not None and pages:
-            pages.append(self._tenants.pages_left(kv.row, [group.index for group in self._windows]))
         return max(1, min(count, slack + min(pages) * self._size)) if pages else count
 
     def will_leave(self, kv: RequestKV, num_pages: int) -> bool:
@@ -155,12 +149,7 @@ class Admission:
     ) -> str:
         """Why a request of `num_pages` pages that begins on a hit, or in the row of a session, does not fit now; "" if
         it fits, or would fit if `more` pages and frames were available. Reserves the frames that the running `rows`
-        need until each has `reached[i]` pages, and `reserve` more pages for each; and what is promised to others."""
-        if self._tenants is not None:
-            wanted = self._claims_by_tenant(begins, num_pages, rows, reached, reserve, self._tenants)
-            soft = self._soft_by_tenant(begins, self._tenants)
-            if (objection := self._tenants.objection(_namespace_of(begins), wanted, soft, more)) is None or objection:
-                return objection or ""
+        need until each has `reached[i]` pages, and `reserve` more pages for each."""
         claims = self._claims if isinstance(begins, PrefixHit) else self._claims_in_row
         *found, (left, ids, spare_ids) = claims(begins, num_pages, rows, reached, reserve)  # type: ignore[arg-type]
         counts = [sum(each) - more for each in found]
@@ -174,90 +163,28 @@ class Admission:
         return _refusal("all groups", ids, spare_ids, left, len(rows)) if ids + spare_ids > left + more else ""
 
     def check(self, namespace: Namespace, prompt: int, max_tokens: int) -> None:
-        """Raise RequestTooLarge for a request that the plan admits, and that its tenant can never hold."""
-        plan = self._plan
-        if self._tenants is not None and (
-            why := self._tenants.too_large(namespace, plan.pages_of(prompt + max_tokens))
-        ):
-            fix = "lower max_tokens, shorten the prompt, or raise the tenant's ceiling."
-            raise RequestTooLarge(f"a request of {prompt + max_tokens:,} tokens {why}.", fix=fix)
+        """Refuse a request that the plan admits, and that a request of its namespace can never have."""
 
     def largest_request(self, namespace: Namespace) -> int:
         """The longest request of a namespace that is ever admitted, prompt and output together, in tokens."""
-        if self._tenants is None:
-            return self._plan.largest_request
-        beyond = get_drafts_beyond_end(self._plan.speculation, self._plan.tokens_per_page)
-        most = self._tenants.most_pages(namespace) * self._plan.tokens_per_page + 1 - beyond
-        return max(0, min(self._plan.largest_request, most))
+        return self._plan.largest_request
 
     def frames_for(self, requests: Sequence[tuple[Namespace, int]]) -> list[int]:
         """Frames that each group must have, so that any of these requests can run, each with so many pages."""
-        if self._tenants is None:
-            most = max((num_pages for _, num_pages in requests), default=0)
-            return [group.needs(most, 0) if most else 0 for group in self._groups]
-        needs = [self._tenants.frames_for(*each) for each in set(requests)]
-        return [max(each) for each in zip(*needs, strict=True)] or [0] * len(self._groups)
+        most = max((num_pages for _, num_pages in requests), default=0)
+        return [group.needs(most, 0) if most else 0 for group in self._groups]
 
     def passes(self, namespace: Namespace) -> bool:
         """A waiting request of this namespace lacks room: whether others may begin before it."""
-        return self._tenants is not None and self._tenants.passes(namespace)
+        return False
 
     def was_passed(self, namespace: Namespace) -> bool:
-        """Whether a request of this namespace would pass one of its own tenant that lacks room."""
-        return self._tenants is not None and self._tenants.was_passed(namespace)
+        """Whether a request of this namespace would pass one that lacks room, and before which it must not begin."""
+        return False
 
     def gives_way(self, kv: RequestKV | None) -> bool:
         """Whether a running request may be preempted for those that lacked room last."""
-        tenants = self._tenants
-        return tenants is None or (kv is not None and bool(tenants.over[tenants.of_row[kv.row]]))
-
-    def _claims_by_tenant(
-        self,
-        begins: PrefixHit | RequestKV,
-        num_pages: int,
-        rows: Rows,
-        reached: Lengths,
-        reserve: int,
-        tenants: Tenants,
-    ) -> Lengths:
-        """Frames that become held, by group and tenant, and page ids in the last line: what `_claims` reserves for
-        rows, and what a request pins and needs."""
-        have, of = -(-self._rows.num_allocated[rows] // self._size), tenants.of_row[rows]
-        asks = np.zeros(len(self._groups) + 1, dtype=np.int64)
-        if isinstance(begins, PrefixHit):
-            wanted = tenants.pages_by(list(self._pinned_by(begins)))
-            loads = begins.choice.loads or [0] * len(self._groups)
-            needs = [g.needs(num_pages, begins.num_pages) + n for g, n in zip(self._groups, loads, strict=True)]
-            asks[:] = [*needs, num_pages - begins.num_pages]
-        else:
-            row, had = np.array([begins.row]), np.array([-(-self._rows.allocated(begins) // self._size)])
-            needed = np.maximum(had, num_pages)
-            wanted = np.zeros((len(asks), len(tenants.terms)), dtype=np.int64)
-            asks[:] = [*(g.remaining(row, had, needed) for g in self._groups), int((needed - had).sum())]
-        wanted[:, tenants.number(_namespace_of(begins))] += asks
-        for tenant in np.unique(of).tolist():
-            mine = of == tenant
-            some, spare = rows[mine], int(np.count_nonzero(mine)) * reserve
-            for at, group in enumerate(self._groups):
-                wanted[at, tenant] += group.remaining(some, have[mine], reached[mine])
-                wanted[at, tenant] += 0 if group.reach.in_place else spare
-            wanted[-1, tenant] += int((reached - have)[mine].sum()) + spare
-        return wanted
-
-    def _pinned_by(self, hit: PrefixHit) -> Iterator[Ids]:
-        """For each group, and for page ids, the pages whose idle frames a request on a hit pins."""
-        end = min(hit.num_pages, hit.match.num_here)
-        idle = hit.pages[end - hit.num_evictable : end]
-        for group in self._groups:
-            needed = group.needed_pages(hit.pages)
-            yield idle if group.reach.whole else needed[group.table.ticket[needed] != 0]
-        yield idle
-
-    def _soft_by_tenant(self, begins: PrefixHit | RequestKV, tenants: Tenants) -> Lengths:
-        counts = [0]
-        if isinstance(begins, PrefixHit):
-            counts = self._retention.soft_by_tenant(begins.match, begins.num_pages)
-        return np.array(counts, dtype=np.int64) * tenants.over
+        return True
 
     def _soft(self, group: GroupCache) -> int:
         """Frames of a group that only soft retentions hold."""
@@ -301,10 +228,6 @@ class Admission:
 def _refusal(name: str, own: int, spare: int, left: int, num_running: int) -> str:
     available = f"{max(0, left)} are available, {num_running} running requests hold the rest"
     return f"needs {own} pages of '{name}' and {spare} in reserve; {available}"
-
-
-def _namespace_of(begins: PrefixHit | RequestKV) -> Namespace:
-    return begins.match.namespace if isinstance(begins, PrefixHit) else begins.namespace
 
 
 def _with(namespace: Namespace) -> str:

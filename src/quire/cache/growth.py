@@ -17,7 +17,6 @@ follows from its value, and not from where its bytes lie. A group then moves out
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 
@@ -27,7 +26,6 @@ from quire.cache.request_kv import RequestKV
 from quire.cache.running import Batch, Counts, Lengths, Rows, RunningBatch
 from quire.cache.states import GroupCache, StateGroup
 from quire.cache.statistics import CacheCounters
-from quire.cache.tenants import Tenants
 from quire.errors import InvalidInput, OutOfPages
 from quire.memory.allocator import GrowingAllocator, Move, PageFrames
 from quire.memory.runs import in_order
@@ -64,7 +62,7 @@ class Growth:
         self.allocators: tuple[GrowingAllocator, ...] = (growing, *others)
         self._states = tuple(group for group in parts.groups if isinstance(group, StateGroup))
         self._rooms = parts.rooms
-        self._tenants = parts.tenants
+        self._lack_pages = 0  # that have to become evictable, beside what rooms lack
         self.resized()
         self._moved = 0  # the fence of the first step after the last move
         self.num_left = 0
@@ -130,34 +128,27 @@ class Growth:
         """Give rows `longer`, which grow from `before[i]` to `after[i]` tokens, their `num_new` new pages, and all
         `rows`, with these among them, their frames in the other groups."""
         ends = after if len(longer) == len(rows) else None
-        if self._tenants is None:
-            self._make_room(rows, num_new, kvs, ends)
-        else:
-            counts = -(-after // self._size) + (-before // self._size)
-            self._make_room(rows, num_new, kvs, ends, self._tenants.wanted_by(rows, counts, longer))
+        self._make_room(rows, num_new, kvs, ends)
         pages = self._growing.alloc_rows(self._rows.pages, longer, before, after) if num_new else NO_PAGES
-        if self._tenants is not None and num_new:
-            self._tenants.of_page[pages] = np.repeat(self._tenants.of_row[longer], counts)
         self._take(rows, pages)
         if num_new:
             self._rows.write_new(longer, -(-before // self._size), -(-after // self._size), pages)
 
-    def _make_room(
-        self, rows: Rows, num_new: int, kvs: Batch, ends: Lengths | None, claims: Lengths | None = None
-    ) -> None:
-        """Evict if the free pages and frames do not suffice for these rows and `num_new` pages. `claims` are what
-        their tenants want (`Tenants.wanted_by`)."""
-        short = num_new * self._growing.page_size > self._growing.available_size()
+    def _make_room(self, rows: Rows, num_new: int, kvs: Batch, ends: Lengths | None) -> None:
+        """Evict if the free pages and frames do not suffice for these rows and `num_new` pages."""
+        short = num_new * self._growing.page_size > self._growing.available_size() or self._is_bound()
         asking = kvs.kvs if isinstance(kvs, RunningBatch) else kvs
         if not short and self._scarce:
             wanted = self._wanted(asking, rows, num_new, ends)
             short = not all(room.has(wanted) for room in self._scarce)
-        if self._tenants is not None and claims is not None:
-            short = short or self._tenants.is_tight(claims)
         if short:
             self._offload.retention.expire()
             cause = _names_of(asking, self._rows.num_allocated[rows] % self._size == 0)
-            self._until(lambda: self._wanted(asking, rows, num_new, ends), num_new, cause, claims, waits=True)
+            self._until(lambda: self._wanted(asking, rows, num_new, ends), num_new, cause, waits=True)
+
+    def _is_bound(self) -> bool:
+        """Whether those that ask may have less than what is free."""
+        return False
 
     def _wanted(self, kvs: Sequence[RequestKV], rows: Rows, num_new: int, ends: Lengths | None) -> list[int]:
         """Frames that rows need, with those for checkpoints where these fit beside everything that is held."""
@@ -173,54 +164,32 @@ class Growth:
     def reclaim(self, wanted: Sequence[int], cause: str, pages: Sequence[Ids] = ()) -> None:
         """Evict until each group has `wanted[i]` free frames, for loads. Does not wait for transfers. Loads are not
         ordered behind launched steps as moves are: no frame is moved for them, and none is theirs that moves left,
-        while a step is in flight. `pages` are those of each group that get the frames; without them no tenant asks,
-        and each loses first what is above its floor."""
+        while a step is in flight. `pages` are those of each group that get the frames, if any do."""
         fences = self._parts.holds.fences
         if not fences.has_passed(self._moved):
             raise OutOfPages(group="loads", wanted=sum(wanted), free=0, held_by="frames on the move are in the way")
         self.is_loading = fences.num_open > 0
-        nobody = [NO_PAGES] * len(self._parts.groups)
-        claims = None if self._tenants is None else self._tenants.pages_by([*(pages or nobody), *(pages or nobody)[:1]])
         try:
-            self._until(lambda: wanted, 0, cause, claims, waits=False)
-            if not pages:
-                self._evict(wanted, 0, cause)
+            self._until(lambda: wanted, 0, cause, waits=False)
         finally:
             self.is_loading = False
 
-    def _until(
-        self,
-        ask: Callable[[], Sequence[int]],
-        num_new: int,
-        cause: str,
-        claims: Lengths | None,
-        *,
-        waits: bool,
-    ) -> None:
+    def _until(self, ask: Callable[[], Sequence[int]], num_new: int, cause: str, *, waits: bool) -> None:
         """Release holds until the pages counted by `ask()` are evictable, and evict them. Raises OutOfPages before."""
-        wanted, tenants = ask(), self._tenants
-        while (refusal := self._short(wanted, num_new, claims)) is not None:
+        wanted = ask()
+        while (refusal := self._short(wanted, num_new)) is not None:
             retention = self._offload.retention
             if not (
                 self._give_up_checkpoints(wanted, num_new)
                 or self._give_way()
-                or retention.give_way(wanted, num_new, 0 if tenants is None else tenants.lack_pages)
+                or retention.give_way(wanted, num_new, self._lack_pages)
                 or self._offload.make_room(waits=waits)
             ):
                 raise refusal
             wanted = ask()
-        if tenants is None or claims is None:
-            self._evict(wanted, num_new, cause)
-        else:
-            try:
-                tenants.begin_eviction()
-                self._cut(tenants, claims, num_new, cause)
-                self._evict(wanted, num_new, cause)
-                tenants.granted(claims)
-            finally:
-                tenants.end_eviction()
+        self._evict(wanted, num_new, cause)
         if num_new > self._parts.pages.num_free_pages:  # a transfer reads what was evicted
-            self._until(ask, num_new, cause, claims, waits=waits)
+            self._until(ask, num_new, cause, waits=waits)
             return
         for room in self._rooms:
             if room.is_shared and room.lack(self._used(wanted)) > 0:  # an eviction freed less than was counted
@@ -239,22 +208,9 @@ class Growth:
         self._evict_frames(wanted, max(Rank), shared=False)
 
     def _evict_pages(self, num_pages: int, num_new: int, cause: str) -> None:
-        idle = [] if self._tenants is None else list(self._parts.tree.num_unheld)
         evicted = self._offload.evict(num_pages, num_new, cause)
         self._counters.evicted(len(evicted.removed))
         self.num_left += len(evicted.removed) + evicted.num_moved
-        if self._tenants is not None:
-            self._tenants.lost(idle)
-
-    def _cut(self, tenants: Tenants, claims: Lengths, num_new: int, cause: str) -> None:
-        """Tenants that would pass their ceilings lose idle pages of their own."""
-        before = -1
-        while before != (before := self._num_out()) and (found := next(tenants.overflows(), None)) is not None:
-            if num_pages := tenants.cut(*found):
-                self._evict_pages(num_pages, num_new, cause)
-            tenants.end_eviction()
-            tenants.refusal(claims)
-            tenants.begin_eviction()
 
     def _give_up_checkpoints(self, wanted: Sequence[int], num_new: int) -> bool:
         """A running request needs no more than the plan counts for it: what it has beside that goes, if this helps."""
@@ -289,8 +245,10 @@ class Growth:
             for index, stride in zip(room.indices, room.strides, strict=True):
                 group = self._parts.groups[index]
                 if not group.reach.whole and room.is_shared >= shared and (lack := room.lack(self._used(wanted))) > 0:
-                    evict = group.evict if self._tenants is None else partial(self._tenants.evict_frames, index)
-                    evict(-(-lack // stride), most)
+                    self._reclaim(index, -(-lack // stride), most)
+
+    def _reclaim(self, group: int, num_frames: int, most: Rank) -> None:
+        self._parts.groups[group].evict(num_frames, most)
 
     def move(self, move: Move) -> None:
         """The bytes of some frames are elsewhere from now on: for what is launched next, behind what was launched."""
@@ -301,11 +259,9 @@ class Growth:
         self._moved = self._parts.holds.fences.next
         self._counters.moved_frames += len(move.sources)
 
-    def _short(self, wanted: Sequence[int], num_new: int, claims: Lengths | None) -> OutOfPages | None:
+    def _short(self, wanted: Sequence[int], num_new: int) -> OutOfPages | None:
         """The error for a request that does not fit even if all evictable pages are evicted."""
         parts = self._parts
-        if self._tenants is not None and claims is not None and (why := self._tenants.refusal(claims)):
-            return self._tenants.out_of_pages(num_new, parts.pages.num_free_pages, why)
         for room in self._rooms:
             lack = room.lack([g.num_held + n for g, n in zip(parts.groups, wanted, strict=True)])
             if lack > 0:

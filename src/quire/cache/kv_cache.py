@@ -23,6 +23,8 @@ from quire.cache.session import SessionSettings
 from quire.cache.sessions import Sessions
 from quire.cache.states import GroupCache, StateGroup, StatePieces
 from quire.cache.statistics import CacheCounters, CacheStatistics, count_frames, usage_of
+from quire.cache.tenant_admission import TenantAdmission
+from quire.cache.tenant_growth import TenantGrowth
 from quire.cache.tenants import Tenants
 from quire.errors import InvalidInput, OutOfPages
 from quire.memory.allocator import DeviceFrames, PageFrames, SlotFrames
@@ -152,17 +154,20 @@ class KVCache:
             step_seconds=lambda: self.fences.step_seconds if len(self.rows.live) > self.sessions.num_held else 0.0,
             tenants=shares,
         )
+        admits: Callable[..., Admission] = Admission
+        grows: Callable[..., Growth] = Growth
         if shares is not None:
             free = lambda: self.pages.num_free_pages  # noqa: E731 - a property, not a method
             self.parts.resized.append(shares.resized)
             shares.attach(self.groups, self.parts.rooms, table, self.tree, free, self._changed)
+            admits, grows = partial(TenantAdmission, shares), partial(TenantGrowth, shares)
         for group in self.groups:
             group.tenants = shares
         self.offload = offload.make(self.parts)
         self.sessions = Sessions(self.parts, sessions, self, self._shorten)
-        self.admission = Admission(self.parts, self.offload.retention)
+        self.admission = admits(self.parts, self.offload.retention)
         give_way = partial(self.sessions.give_way, for_room=True)
-        self._growth = Growth(self.parts, self.offload, self.counters, give_way, frames.growing)
+        self._growth = grows(self.parts, self.offload, self.counters, give_way, frames.growing)
         self.resizing = Resizing(self.parts, self._growth, self._fixed)
         self._settling = self.groups if offload.below else self._partial  # full groups commit only with tiers
         self._states = {group.index: group for group in self.groups if isinstance(group, StateGroup)}
@@ -211,8 +216,7 @@ class KVCache:
             self.tree.release(lease)
             raise
         row = self.rows.free.pop()
-        if self.parts.tenants is not None:
-            self.parts.tenants.of_row[row] = lease.node.tenant
+        self.tree.tenants.got_row(row, lease.node.tenant)
         storage, host = hit.choice.storage_pages * self.page_size, hit.choice.host_pages * self.page_size
         peer = sum(arrived_tokens(asked, hit.num_tokens - host, hit.num_tokens).values())
         kv = RequestKV(

@@ -349,8 +349,8 @@ class Sessions:
 
         least = share(but) if but is not None and num_tokens is not None else 0.0
         held = (each for each in self._by_key.values() if each.row is not None and each is not but)
-        if for_room and (tenants := self._parts.tenants) is not None:
-            held = (each for each in held if tenants.is_over(each.key.namespace))
+        if for_room:
+            held = (each for each in held if self._parts.tree.tenants.is_over(each.key.namespace))
         resting = [each for each in held if each.row is not None and self._fences.has_passed(each.row.fence)]
         first = max(resting, key=share, default=None)  # the first of equal ones: the one used last comes last
         if first is None or share(first) < least:

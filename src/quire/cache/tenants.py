@@ -137,7 +137,6 @@ class Tenants(TenantShares):
         return self.terms[tenant].name
 
     def is_over(self, namespace: Namespace) -> bool:
-        """Whether what a namespace keeps may end for the request that was asked for last."""
         return bool(self.over[self.number(namespace)])
 
     # -- terms
@@ -182,7 +181,11 @@ class Tenants(TenantShares):
                     f"request {request_id} of tenant '{whose}' needs {num_pages} pages, and could have {most} then.",
                     fix="wait until it has ended, or end it.",
                 )
-        room = plan.num_pages - pages_for(plan.largest_request, plan.page_size) - self.promised_in(plan)
+        room = (
+            plan.num_pages
+            - pages_for(plan.largest_request, plan.page_size)
+            - self.promised_in(plan.num_pages, plan.pool_bytes)
+        )
         if num_pinned and (num_pinned > room or self.terms[at].ceiling is not None):
             self.terms, self._limits = before, {}
             raise InvalidInput(
@@ -206,12 +209,16 @@ class Tenants(TenantShares):
             kept = self._limits[now] = totals, found[0], found[1]
         return kept[1:]
 
-    def promised_in(self, plan: MemoryPlan) -> int:
-        """Pages of all floors together, of a cache of this size."""
-        return int(plan.num_pages * min(1.0, sum(each.floor.of(plan.pool_bytes) for each in self.terms)))
+    def promised_in(self, num_pages: int, num_bytes: int) -> int:
+        return int(num_pages * min(1.0, sum(each.floor.of(num_bytes) for each in self.terms)))
+
+    def got_pages(self, pages: Ids, tenant: int) -> None:
+        self.of_page[pages] = tenant
+
+    def got_row(self, row: int, tenant: int) -> None:
+        self.of_row[row] = tenant
 
     def is_capped(self, namespace: Namespace) -> bool:
-        """Whether its tenant has a ceiling."""
         return self.terms[self.number(namespace)].ceiling is not None
 
     def most_pages(self, namespace: Namespace) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from quire.errors import InvalidInput
 from quire.loop import Part
-from quire.loop.tenants import TenantsPart
+from quire.loop.tenants import TenantsPart, parts_for_tenants
 
 if TYPE_CHECKING:
     from quire.engine.core import EngineCore
@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 def tenant_parts(engine: EngineCore) -> Iterator[Part]:
     """The part that counts for tenants; none without them."""
-    if (tenants := engine.cache.parts.tenants) is not None:
-        yield TenantsPart(tenants)
+    yield from parts_for_tenants(engine.cache)
 
 
 def tenants_of_engine(engine: EngineCore) -> TenantsPart:

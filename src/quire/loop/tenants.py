@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from quire.cache import KVCache
 from quire.cache.tenants import Tenants
 from quire.counters import Section, counter, gauge, labelled
 from quire.loop.loop import Loop
@@ -48,6 +49,11 @@ class TenantState:
     ceiling: str | None
     weight: float
     now: TenantCounters
+
+
+def parts_for_tenants(cache: KVCache) -> list[TenantsPart]:
+    """The part of a cache with tenants; none without them."""
+    return [TenantsPart(cache.parts.tenants)] if cache.parts.tenants is not None else []
 
 
 class TenantsPart(Part):

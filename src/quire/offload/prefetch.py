@@ -311,8 +311,7 @@ class Prefetch:
             try:
                 if fetched is None:
                     taken = pages.alloc_pages(end - first)
-                    if self.parts.tenants is not None:
-                        self.parts.tenants.of_page[taken] = self.hold.path.node.tenant
+                    tree.tenants.got_pages(taken, self.hold.path.node.tenant)
                 else:
                     taken = fetched[1][(fetched[0] >= first) & (fetched[0] < end)]
             except OutOfPages:

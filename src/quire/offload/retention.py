@@ -135,7 +135,7 @@ class Retention(RetentionPort):
 
     def most_pinned(self, plan: MemoryPlan) -> int:
         """Pages beside which the longest request finds room, with this plan, and what tenants are promised."""
-        promised = 0 if self._parts.tenants is None else self._parts.tenants.promised_in(plan)
+        promised = self._tree.tenants.promised_in(plan.num_pages, plan.pool_bytes)
         return max(0, plan.num_pages - pages_for(plan.largest_request, plan.page_size) - promised)
 
     @property
@@ -172,7 +172,7 @@ class Retention(RetentionPort):
         prefix = self._by_key.get(key)
         pin = pin or (prefix is not None and prefix.pinned)
         match = self._tree.match(namespace, tokens)
-        capped = pin and (tenants := self._parts.tenants) is not None and tenants.is_capped(namespace)
+        capped = pin and self._tree.tenants.is_capped(namespace)
         pin = pin and not capped
         num_pages, reason = self._grant(len(tokens), match, prefix, pin)
         if capped:
@@ -372,8 +372,7 @@ class Retention(RetentionPort):
 
     def _in_order(self) -> list[RetainedPrefix]:
         """Soft retentions that may end for the request that lacks room, in order."""
-        tenants = self._parts.tenants
-        return [each for each in sorted(self._soft, key=_rank) if tenants is None or tenants.is_over(each.namespace)]
+        return [each for each in sorted(self._soft, key=_rank) if self._tree.tenants.is_over(each.namespace)]
 
     @property
     def _pinned(self) -> list[RetainedPrefix]:

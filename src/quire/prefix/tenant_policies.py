@@ -13,6 +13,7 @@ from quire.prefix.node import Node, Returned
 from quire.prefix.policy import EvictionPolicy, live
 from quire.spec.ending import Ending
 from quire.spec.events import Namespace
+from quire.spec.ids import Ids
 
 
 class TenantShares:
@@ -35,6 +36,24 @@ class TenantShares:
     def may_lose(self, tenant: int) -> int:
         """How many cached pages a tenant may lose now."""
         return sys.maxsize
+
+    def is_over(self, namespace: Namespace) -> bool:
+        """Whether what a namespace keeps may end for the request that was asked for last."""
+        return True
+
+    def is_capped(self, namespace: Namespace) -> bool:
+        """Whether its tenant has a ceiling."""
+        return False
+
+    def promised_in(self, num_pages: int, num_bytes: int) -> int:
+        """Pages of all floors together, of a cache of this size."""
+        return 0
+
+    def got_pages(self, pages: Ids, tenant: int) -> None:
+        """New pages are a tenant's."""
+
+    def got_row(self, row: int, tenant: int) -> None:
+        """A row is that of a tenant's request."""
 
 
 ONE_TENANT = TenantShares()

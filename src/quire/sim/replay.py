@@ -16,7 +16,7 @@ from quire.counters import plain
 from quire.errors import InvalidInput, QuireError
 from quire.loop import Loop, Part
 from quire.loop.endings import EndingsPart
-from quire.loop.tenants import TenantsPart
+from quire.loop.tenants import parts_for_tenants
 from quire.offload import Offloads, offload_of
 from quire.plan.budget import MemoryPlan
 from quire.plan.step_cost import CostModel
@@ -178,8 +178,7 @@ class Replay:
         self._waits = Waits(self.clock, self.scheduler, [lambda: self.tiers.next_end, *events])
         self._waits.arrives = lambda: self._arrivals.next_time
         told = [EndingsPart(ending_of)] if settings.endings == "told" else []
-        tenants = self.cache.parts.tenants
-        self._tenants = [TenantsPart(tenants)] if tenants is not None else []
+        self._tenants = parts_for_tenants(self.cache)
         own = [*self.drafts, self._waits, *told, *self._tenants, *parts, self.recorder]
         self.loop = Loop(
             self.scheduler, self.cache, device, own, overlaps=settings.overlap, seconds=lambda: self.clock.now
