@@ -12,10 +12,12 @@ import pytest
 
 from quire.engine.config import engine_config
 from quire.engine.core import EngineCore
+from quire.engine.device.runner import ModelRunner
 from quire.engine.elastic import memory_of
 from quire.engine.memory_report import MemoryReport, ResizeRequest
 from quire.engine.messages import EngineRequest, Later
 from quire.errors import InvalidInput, PlanError, RefusedCombination, RequestTooLarge
+from quire.memory.host_pool import HostPool
 from quire.scheduler.sampling_params import SamplingParams
 from tests.changes import CORE, DEVICE, slow_unless_changed
 from tests.engine.running import run
@@ -314,3 +316,27 @@ def test_host_memory_that_is_not_there_has_no_size() -> None:
     with pytest.raises(RefusedCombination, match="there is none"):
         core.resize(ResizeRequest(host_bytes=2**20))
     core.close()
+
+
+def lost(self: Any, *given: Any) -> None:
+    """Nothing is done."""
+
+
+@slow_unless_changed(*WATCHED)
+@pytest.mark.parametrize("owner", [ModelRunner, HostPool])
+def test_a_move_that_is_not_done_is_noticed(owner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames whose bytes stay where they were give other tokens, or the canary or a digest finds them."""
+    expected("quire-bundled")
+    monkeypatch.setattr(owner, "move_frames" if owner is ModelRunner else "move", lost)
+    core = engine("quire-bundled", "1MiB..2MiB", load="always", host_memory="16MiB", canary="all")
+    most, wrong = core.memory(), False
+    assert most.host is not None
+    for turn in range(4):
+        wrong |= run(core, prompts(), params(), f"t{turn}") != expected("quire-bundled")
+        size = {"host_bytes": most.host.most * 3 // 10} if owner is HostPool else {"device_bytes": most.device.least}
+        core.resize(ResizeRequest(**size))
+        wrong |= run(core, prompts()[-9:], params()[-9:], f"again{turn}") != expected("quire-bundled")[-9:]
+        core.resize(ResizeRequest(device_bytes=most.device.most, host_bytes=most.host.most))
+    statistics = core.statistics()
+    core.close()
+    assert wrong or statistics["canary"]["found_pages"] or statistics["tiers"]["failed_moves"]

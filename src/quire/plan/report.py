@@ -14,6 +14,7 @@ from quire.plan.devices import Line
 from quire.plan.hisparse import hisparse_as_dict, host_lines, latents_told, lossy_notes, unused_by
 from quire.plan.plan import Plan
 from quire.plan.settings import PlanSettings
+from quire.plan.sizes import size_within
 from quire.plan.speculation import draft_weight_notes, reserve_told, speculation_as_dict
 from quire.spec.layers import AttentionCall
 from quire.spec.layout import PER_PAGE, Field
@@ -78,6 +79,14 @@ def _split(plan: Plan, _: WeightEstimate | None) -> Iterator[str]:
         asked = settings.mix is not None or settings.max_model_len is not None
         more = "." if asked else "; --context, --input-tokens and --output-tokens, or --trace, say otherwise."
         yield f"pools are split for {plan.mix.source}{more}"
+
+
+def _smaller(plan: Plan, _: WeightEstimate | None) -> Iterator[str]:
+    least = plan.settings.kv_memory_least
+    if least is not None:
+        found = size_within(plan, least)
+        most = f"{found.num_tokens:,} tokens, and requests of up to {found.largest_request:,}"
+        yield f"it may be made smaller while it serves: {format_bytes(least)} hold {most}."
 
 
 _SHORT = 512  # tokens of a short request
@@ -168,7 +177,7 @@ def _long_pages(plan: Plan, _: WeightEstimate | None) -> Iterator[str]:
 
 
 _RULES: tuple[_Rule, ...] = (
-    _split, _arena, _share_of_device, _ranks, _without_effect, draft_weight_notes, _uneven_heads, _cap, _requests,
+    _split, _arena, _smaller, _share_of_device, _ranks, _without_effect, draft_weight_notes, _uneven_heads, _cap, _requests,
     _short_steps, lossy_notes, _long_pages,
 )  # fmt: skip
 """Each yields the notes of one subject, in this order."""
