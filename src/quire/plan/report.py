@@ -177,8 +177,8 @@ def _long_pages(plan: Plan, _: WeightEstimate | None) -> Iterator[str]:
 
 
 _RULES: tuple[_Rule, ...] = (
-    _split, _arena, _smaller, _share_of_device, _ranks, _without_effect, draft_weight_notes, _uneven_heads, _cap, _requests,
-    _short_steps, lossy_notes, _long_pages,
+    _split, _arena, _smaller, _share_of_device, _ranks, _without_effect, draft_weight_notes, _uneven_heads, _cap,
+    _requests, _short_steps, lossy_notes, _long_pages,
 )  # fmt: skip
 """Each yields the notes of one subject, in this order."""
 
