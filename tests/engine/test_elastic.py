@@ -263,6 +263,8 @@ def test_a_size_without_a_range_is_fixed() -> None:
     with pytest.raises(RefusedCombination, match="small pools on cpu have a fixed size") as caught:
         core.resize(ResizeRequest(device_bytes=2**20))
     assert "--kv-memory 1GiB..4GiB" in caught.value.fix
+    size = core.memory().device
+    assert core.memory().done and size.least == size.reached == size.most == core.plan.pool_bytes
     core.close()
 
 

@@ -133,6 +133,9 @@ def test_an_engine_follows(monkeypatch: pytest.MonkeyPatch) -> None:
         if core.is_due():
             core.step()
     assert core.memory().done and core.memory().device.reached <= core.memory().device.least
+    core.release_memory(0.0)
+    pressed.now += 1.0
+    assert not core.is_due(), "released memory follows nothing"
     core.close()
 
 

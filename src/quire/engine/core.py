@@ -25,7 +25,7 @@ from quire.engine.counters import OPTIONAL_SECTIONS, EngineCounters, facts_of
 from quire.engine.device.device import largest_graph, open_device, plan_for, warm_ups_of
 from quire.engine.device.frame_staging import ComputeStream
 from quire.engine.device.runner import ModelRunner
-from quire.engine.elastic import memory_of, memory_parts
+from quire.engine.elastic import memory_of, memory_parts, memory_report
 from quire.engine.grammar import grammar_parts, grammars_of
 from quire.engine.hisparse import HostedLatents, hot_buffer_parts
 from quire.engine.incoming import refuse_adapter, request_of
@@ -392,7 +392,7 @@ class EngineCore:
 
     def memory(self) -> MemoryReport:
         """The size of the KV memory."""
-        return memory_of(self).report()
+        return memory_report(self)
 
     def set_role(self, role: str) -> str:
         """Have another role among engines from now on (`TransferNode.set_role`); returns it. Raises InvalidInput."""

@@ -183,11 +183,15 @@ class PressedMemory(ElasticMemory):
         self._sizes = PressureSizes(self._least, self._most)
 
     @property
+    def _looks(self) -> bool:
+        return self._sizes.is_due and not self._resizing.is_released
+
+    @property
     def is_due(self) -> bool:
-        return super().is_due or self._sizes.is_due
+        return super().is_due or self._looks
 
     def before_schedule(self) -> None:
-        if self._sizes.is_due and not self._resizing.is_released:
+        if self._looks:
             size = self._sizes.next(self._asked)
             if size != self._asked:
                 self.follow(size)
@@ -214,6 +218,23 @@ def why_fixed(engine: EngineCore) -> str:
     if engine.plan.arena is not None:
         return "groups of an arena share their bytes, whose size is fixed."
     return next((pool.backing.why_fixed for pool in engine.pools if not pool.on_host and pool.backing.why_fixed), "")
+
+
+def memory_report(engine: EngineCore) -> MemoryReport:
+    """The size of an engine's memory, also if it is fixed."""
+    part = engine.part(ElasticMemory)
+    if part is not None:
+        return part.report()
+    size = engine.cache.resizing.num_bytes
+    return MemoryReport(
+        done=True,
+        released=False,
+        device=MemorySize(asked=size, reached=size, least=size, most=size),
+        host=HostMemorySize(engine).size(),
+        evicted_pages=0,
+        moved_frames=0,
+        holders=[],
+    )
 
 
 def memory_of(engine: EngineCore) -> ElasticMemory:
