@@ -160,6 +160,7 @@ def _ready_panel(summary: dict[str, Any]) -> Panel:
         *(tier_rows(tiers) if tiers else ()),
         *([("Role", _role(summary))] if summary["role"] else ()),
         ("Listening", f"{summary['url']}/v1  (also /health, /metrics, /docs)"),
+        ("Page", f"{summary['url']}/  (what the cache does, in a browser)"),
     ]
     parts: list[RenderableType] = [ledger_table(plan), "", summary_table(plan), named_rows(rows)]
     if not plan["fits"]:
