@@ -1,13 +1,13 @@
 """Groups that share an arena beside pools that were split once, under loads that swing, in replays.
 
-    python -m bench.arena [--json FILE] [--models gemma-3-27b,...] [--phases 4]
+    python -m bench.arena [--json FILE] [--models gemma-3-27b,...] [--phases 2]
 
-The load swings between many short requests and a few long ones; most go on from an earlier one, once it has ended.
 Scheduler, cache and allocators are the production code. Both plans have the same bytes, and are made for the mean of
-the load. For both it says what running requests hold of the bytes when an allocation fails, and in steps where one
-waits for room; how many tokens are cached, and the hit rate; for the arena also which part of the allocated bytes was
-moved, and the steps that moved. The load is more than fits, so an arena runs more requests, which leave less to the
-cache. Two more replays run at most half as many as split pools can.
+the load, which swings between many short requests and a few long ones; most begin with an earlier one, once it has
+ended. There are two loads. One is more than fits: it says what running requests hold of the bytes when an allocation
+fails, and in steps where one waits for room, which part of the allocated bytes was moved, and the steps that moved.
+With the other, of turns, the engine keeps up, and the hit rate says what the cache is worth: with how many tokens are
+cached, and how many of these a request can begin after.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import numpy as np
 from bench.harness import SEED, SHARED, machine, new_parser, save
 
 from quire.cache import KVCache
+from quire.cache.groups import resume_point
 from quire.errors import OutOfPages
 from quire.loop import Part
 from quire.loop.part import Launched
@@ -33,6 +34,7 @@ from quire.plan.mix import mix_of
 from quire.plan.planner import make_plan
 from quire.plan.settings import PlanSettings
 from quire.plan.step_cost import CostModel
+from quire.prefix.node import pages_to
 from quire.scheduler.scheduler import Scheduler
 from quire.sim.replay import Replay, ReplaySettings
 from quire.sim.trace_request import TraceRequest
@@ -51,38 +53,72 @@ SHORT, LONG = (300, 2_000), (16_000, 100_000)
 CHUNK = 8192
 THINK_S = 10.0
 """The mean time between an answer and what goes on from it."""
+MOST_TURNS = 8
+"""Requests that run at once under the load of turns."""
+_USABLE_EVERY = 50  # steps
 COST = CostModel.from_flags(prefill_rate=20_000, decode_ms=5, key_ns=0)
 
 
 def swinging(spec: ModelSpec, phases: int, tokens: int) -> list[TraceRequest]:
-    """Requests of about so many tokens in each phase, short ones and long ones in turns. Of three, two begin with all
-    of an earlier one of their kind, if that leaves them within the model's context."""
+    """More than fits: requests of about so many tokens in each phase, short ones and long ones in turns, which arrive
+    as fast as they are computed. Of three, two begin with an earlier one of their kind, up to their own length."""
     draw, now = random.Random(SEED), 0.0
     found: list[TraceRequest] = []
     numbers = np.random.default_rng(SEED)
     kinds: tuple[list[TraceRequest], ...] = ([], [])
     for phase in range(phases):
-        low, high = (SHORT, LONG)[phase % 2]
         left, earlier = tokens, kinds[phase % 2]
         while left > 0:
-            length, shared = min(draw.randint(low, high), spec.context_length - 1_000), np.empty(0, dtype=np.int32)
-            after, think = "", draw.expovariate(1 / THINK_S)
-            if earlier and draw.random() < 2 / 3:
-                before = draw.choice(earlier[-40:])
-                after = before.request_id
-                shared = np.concatenate((before.prompt, before.output))[:length]
-            own = numbers.integers(1, 50_000, size=max(1, length - len(shared)), dtype=np.int32)
-            output = numbers.integers(1, 50_000, size=draw.randint(50, 400), dtype=np.int32)
-            prompt = np.concatenate((shared, own))
-            found.append(
-                TraceRequest(
-                    request_id=f"r{len(found)}", prompt=prompt, output=output, arrival=now, after=after, think=think
-                )
-            )
-            earlier.append(found[-1])
-            left -= len(prompt) + len(output)
-            now += len(own) / 20_000  # as fast as they are computed
+            length = _length(draw, spec, phase)
+            before = draw.choice(earlier[-40:]) if earlier and draw.random() < 2 / 3 else None
+            earlier.append(_request(draw, numbers, len(found), length, before, now))
+            found.append(earlier[-1])
+            own = len(found[-1].prompt) - (len(before.prompt) + len(before.output) if before is not None else 0)
+            left -= len(found[-1].prompt) + len(found[-1].output)
+            now += max(1, own) / 20_000
     return found
+
+
+def turns(spec: ModelSpec, phases: int, scale: float) -> list[TraceRequest]:
+    """Requests that the engine keeps up with: 500 short ones or 80 long ones in each phase. Of three, two begin with
+    all of an earlier one of their kind that is shorter, as a next turn does."""
+    draw, now = random.Random(SEED), 0.0
+    found: list[TraceRequest] = []
+    numbers = np.random.default_rng(SEED)
+    kinds: tuple[list[TraceRequest], ...] = ([], [])
+    for phase in range(phases):
+        earlier = kinds[phase % 2]
+        for _ in range(int((500, 80)[phase % 2] * scale)):
+            length = _length(draw, spec, phase)
+            shorter = [each for each in earlier[-20:] if len(each.prompt) + len(each.output) < length]
+            before = draw.choice(shorter) if shorter and draw.random() < 2 / 3 else None
+            earlier.append(_request(draw, numbers, len(found), length, before, now))
+            found.append(earlier[-1])
+            now += (length - (len(before.prompt) + len(before.output) if before is not None else 0)) / 8_000
+    return found
+
+
+def _length(draw: random.Random, spec: ModelSpec, phase: int) -> int:
+    return min(draw.randint(*(SHORT, LONG)[phase % 2]), spec.context_length - 1_000)
+
+
+def _request(
+    draw: random.Random, numbers: np.random.Generator, at: int, length: int, before: TraceRequest | None, now: float
+) -> TraceRequest:
+    """A request that begins with as much of the one before it as it is long, once that has ended."""
+    shared = np.empty(0, dtype=np.int32)
+    if before is not None:
+        shared = np.concatenate((before.prompt, before.output))[:length]
+    own = numbers.integers(1, 50_000, size=max(1, length - len(shared)), dtype=np.int32)
+    output = numbers.integers(1, 50_000, size=draw.randint(50, 400), dtype=np.int32)
+    return TraceRequest(
+        request_id=f"r{at}",
+        prompt=np.concatenate((shared, own)),
+        output=output,
+        arrival=now,
+        after=before.request_id if before is not None else "",
+        think=draw.expovariate(1 / THINK_S),
+    )
 
 
 class Watching(Part):
@@ -95,6 +131,7 @@ class Watching(Part):
         self.failed: list[float] = []
         self.waited: list[float] = []
         self.cached: list[int] = []
+        self.usable: list[int] = []
         self.moved = self.allocated = self.largest_move = 0
         self._moved_now = 0
         self.seconds: list[tuple[float, int]] = []
@@ -125,9 +162,21 @@ class Watching(Part):
         ids.set_aside = set_aside  # type: ignore[method-assign]
 
     def launched(self, launched: Launched) -> None:
+        if len(self.cached) % _USABLE_EVERY == 0:
+            self.usable.append(self._usable())
         self.cached.append(self._cache.tree.num_pages * self._cache.page_size)
         if self._scheduler.lacks_room:
             self.waited.append(self._held())
+
+    def _usable(self) -> int:
+        """Cached tokens before the last place of their path where a request can begin."""
+        partial = [group for group in self._cache.groups if not group.reach.whole]
+        cache, seen = self._cache, np.zeros(self._cache.pages.num_pages + 1, dtype=np.bool_)
+        for node in cache.tree.nodes():
+            if not node.children and node.parent is not None:
+                pages = pages_to(node)
+                seen[pages[: resume_point(partial, pages)[0]]] = True
+        return int(np.count_nonzero(seen)) * cache.page_size
 
     def _held(self) -> float:
         """What running requests hold of the bytes."""
@@ -166,6 +215,7 @@ def measured(plan: MemoryPlan, budget: int, trace: Sequence[TraceRequest]) -> di
         "preemptions": result.preemptions,
         "hit_rate": result.hit_rate,
         "cached_tokens": statistics.mean(watching.cached),
+        "usable_tokens": statistics.mean(watching.usable),
         "seconds": result.seconds,
         "steps": result.steps,
         "most_running": result.most_running,
@@ -179,7 +229,7 @@ def measured(plan: MemoryPlan, budget: int, trace: Sequence[TraceRequest]) -> di
 
 
 def compare(name: str, phases: int, scale: float) -> dict[str, Any]:
-    """Both plans of one model."""
+    """Both plans of one model, under both loads."""
     config, size = MODELS[name]
     spec = ModelSpec.from_config(json.loads((SHARED / "data" / "configs" / f"{config}.json").read_text()))
     budget = int(size * GB * scale)
@@ -187,28 +237,28 @@ def compare(name: str, phases: int, scale: float) -> dict[str, Any]:
         kv_memory=budget, max_model_len=min(spec.context_length, 110_000), max_num_batched_tokens=CHUNK
     )
     tokens = make_plan(spec, settings).memory.num_tokens
-    trace = swinging(spec, phases, 3 * tokens)
-    lengths = [len(each.prompt) + len(each.output) for each in trace]
-    plan = make_plan(spec, settings.changed(mix=mix_of(lengths, "the load")))
-    plans = {"static": plan.memory, "arena": plan.floating}
-    found: dict[str, Any] = {"tokens": plan.memory.num_tokens, "requests": len(trace), "budget": budget}
-    found |= {kind: measured(each, budget, trace) for kind, each in plans.items()}
-    few = max(1, found["static"]["most_running"] // 2)
-    return found | {
-        f"{kind}, few": measured(replace(each, max_requests=few), budget, trace) for kind, each in plans.items()
-    }
+    found: dict[str, Any] = {"budget": budget}
+    for load, trace in (
+        ("", swinging(spec, phases, 3 * tokens)),
+        (", turns", turns(spec, 2 * phases, min(1.0, scale * scale))),
+    ):
+        lengths = [len(each.prompt) + len(each.output) for each in trace]
+        plan = make_plan(spec, settings.changed(mix=mix_of(lengths, "the load")))
+        found |= {f"tokens{load}": plan.memory.num_tokens, f"requests{load}": len(trace)}
+        for kind, each in (("static", plan.memory), ("arena", plan.floating)):
+            most = min(each.max_requests, MOST_TURNS) if load else each.max_requests
+            found[f"{kind}{load}"] = measured(replace(each, max_requests=most), budget, trace)
+    return found
 
 
 def main() -> None:
     parser = new_parser(__doc__ or "")
     parser.add_argument("--models", default=",".join(MODELS), help="of " + ", ".join(MODELS))
-    parser.add_argument("--phases", type=int, default=4, help="of short and long requests, in turns")
+    parser.add_argument("--phases", type=int, default=2, help="of short and long requests, in turns")
     options = parser.parse_args()
     result: dict[str, Any] = machine(models={})
     for name in options.models.split(","):
-        found = result["models"][name] = compare(
-            name, 2 if options.toy else options.phases, 0.5 if options.toy else 1.0
-        )
+        found = result["models"][name] = compare(name, options.phases, 0.5 if options.toy else 1.0)
         for kind in [each for each in found if isinstance(found[each], dict)]:
             print(name, kind, json.dumps(found[kind]), flush=True)
     save(options.json, result)

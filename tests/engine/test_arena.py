@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from quire.cache.statistics import CacheStatistics
 from quire.canary.canary import Canary
@@ -24,8 +25,8 @@ MODELS = {"quire-bundled-window": "3500KiB", "quire-bundled-recurrent": "2MiB"}
 WATCHED = (*CORE, *DEVICE, "src/quire/canary/", "src/quire/plan/", "src/quire/spec/arena")
 
 
-def prompts() -> list[list[int]]:
-    random = np.random.default_rng(5)
+def prompts(seed: int = 5) -> list[list[int]]:
+    random = np.random.default_rng(seed)
     shared = random.integers(1000, size=60).tolist()
     sizes = [*random.integers(20, 90, 10), 500, *random.integers(20, 90, 8), 420]
     return [shared * (at % 3 == 0) + random.integers(1000, size=int(size)).tolist() for at, size in enumerate(sizes)]
@@ -53,9 +54,9 @@ def engine(model: str, memory: str, **settings: Any) -> EngineCore:
 
 
 @cache
-def expected(model: str) -> list[list[int]]:
+def expected(model: str, seed: int = 5) -> list[list[int]]:
     core = engine(model, "64MiB", enable_prefix_caching=False)
-    found = run(core, prompts(), params())
+    found = run(core, prompts(seed), params())
     assert core.cache.statistics().moved_frames == 0
     core.close()
     return found
@@ -81,9 +82,45 @@ def test_frames_move_and_tokens_stay(model: str, overlap: bool) -> None:
     assert found.moved_frames > 5 and sum(frames.dropped for frames in found.frames.values()) > 0
 
 
-def test_an_arena_with_lower_tiers_is_refused() -> None:
-    with pytest.raises(RefusedCombination, match="leave --arena out"):
-        engine_config(model="quire-bundled-window", arena=True, host_memory="8MiB")
+def test_an_arena_with_other_engines_is_refused() -> None:
+    with pytest.raises(RefusedCombination, match="leave --arena or --role out"):
+        engine_config(model="quire-bundled-window", arena=True, role="both", transfer_secret="x" * 32)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_frames_move_beside_loads_and_saves(model: str, overlap: bool) -> None:
+    """Pages leave the arena for host memory and come back, while others move."""
+    core = engine(model, MODELS[model], overlap=overlap, canary="all", host_memory="64MiB", load="always")
+    for name, seed in (("cold", 5), ("other", 6), ("warm", 5)):
+        assert run(core, prompts(seed), params(), name) == expected(model, seed)
+    core.audit()
+    found, tiers = core.cache.statistics(), core.statistics()["tiers"]
+    assert found.moved_frames > 5 and tiers["saved_frames"] > 50 and tiers["loaded_frames"] > 3
+    assert tiers["host_hit_tokens"] > 0 and not tiers["failed_moves"]
+    assert not core.statistics()["canary"]["found_pages"]
+    core.close()
+
+
+def test_frames_that_cannot_be_copied_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device without memory for copies: requests wait for others, and no token is another one."""
+    model = "quire-bundled-window"
+    core, failed = engine(model, MODELS[model], canary="all"), 0
+    move = core.backend.moves.move
+
+    def now_and_then(pieces: Any, sources: Any, targets: Any) -> None:
+        nonlocal failed
+        failed += 1
+        if failed % 3:
+            move(pieces, sources[:1], targets[:1])  # a part of it
+            raise torch.OutOfMemoryError("no memory")
+        move(pieces, sources, targets)
+
+    monkeypatch.setattr(core.backend.moves, "move", now_and_then, raising=False)
+    assert run(core, prompts(), params()) == expected(model)
+    core.audit()
+    assert failed > 5 and not core.statistics()["canary"]["found_pages"]
+    core.close()
 
 
 @slow_unless_changed(*WATCHED)

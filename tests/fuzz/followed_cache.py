@@ -215,6 +215,9 @@ class FollowedCache:
         """As the cache's; it evicts as much as there is."""
         expected = min(num_pages, self.model.evictable())
         found = self.cache.evict(num_pages)
+        if self.cache.plan.arena is not None:  # those go too that no request can begin after
+            assert found == self._evicted() >= expected, f"{found} pages were evicted, at least {expected} should be"
+            expected = found
         assert found == expected, f"{found} pages were evicted, {expected} should be"
         self._forgotten(expected)
         self._check("evict")

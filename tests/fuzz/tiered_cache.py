@@ -265,7 +265,8 @@ class TieredCache(FollowedCache, ReadAhead[Prefetch]):
         found = self.cache.evict(num_pages)
         self._check("evict")
         left = before - self._on_device()
-        assert left == min(num_pages, idle), f"{left} pages left the device, {min(num_pages, idle)} should have"
+        least = min(num_pages, idle)  # in an arena those leave too that no request can begin after
+        assert left == least or (left > least and self.cache.plan.arena is not None), f"{left} left, not {least}"
         assert found >= left, f"{found} pages were evicted, and {left} of them left the device"
         self.happened["evicted"] += found > 0
         return found

@@ -15,10 +15,33 @@ from quire.testing.choices import Choices
 
 
 class ArenaMachine:
-    """Frames have names. `bytes[at]` is the name of the frame that has that byte, 0 for none, -1 for padding."""
+    """Frames have names. `bytes[at]` is the name of the frame that has that byte, 0 for none, -1 for padding. `apart`
+    are names of frames that stay where they are, with bytes that none may have."""
 
-    OPERATIONS = ("alloc", "alloc", "grow", "grow", "free", "free", "fix", "group", "clear")
-    EVENTS = ("moved", "refused", "refused with room elsewhere", "fixed frame in the way")
+    OPERATIONS = (
+        "alloc",
+        "alloc",
+        "grow",
+        "grow",
+        "free",
+        "free",
+        "fix",
+        "group",
+        "set_apart",
+        "use_again",
+        "starve",
+        "clear",
+    )
+    EVENTS = (
+        "moved",
+        "moved over a hole",
+        "not copied",
+        "refused",
+        "refused with room elsewhere",
+        "fixed frame in the way",
+        "both around a hole",
+        "starved",
+    )
 
     def __init__(self, choices: Choices) -> None:
         small, large = choices.between(1, 4), choices.between(1, 9)
@@ -33,6 +56,7 @@ class ArenaMachine:
             self._write(group, 0, -1)
         self.frames: tuple[dict[int, int], dict[int, int]] = ({}, {})  # name to id, by group
         self.fixed: set[int] = set()  # names of frames that must not move
+        self.apart: tuple[list[int], list[int]] = ([], [])
         self.names = 0
         self.happened: Counter[str] = Counter()
 
@@ -65,31 +89,67 @@ class ArenaMachine:
         of the time as many are wanted as fit."""
         wanted = [choices.between(0, 5), choices.between(0, 5)]
         group = choices.below(2)
-        while choices.chance(95) and self._fits([len(self.frames[g]) + n + (g == group) for g, n in enumerate(wanted)]):
+        while choices.chance(95) and self._fits(self._places([n + (g == group) for g, n in enumerate(wanted)])):
             wanted[group] += 1
-        fixed = [self._extent(group, self.fixed) for group in (0, 1)]
-        counts = [len(self.frames[g]) + n for g, n in enumerate(wanted)]
+        fixed = [self._extent(group, self.fixed - {*self.apart[group]}) for group in (0, 1)]
+        counts = self._places(wanted)
         needed = [max(count, low) for count, low in zip(counts, fixed, strict=True)]
         fits = self._fits(needed)
+        pools = self.arena.pools
+        told = [pool.places_for(pool.num_live + n) for pool, n in zip(pools, wanted, strict=True)]
+        assert counts == told or not self._fits(counts)
         assert (self.arena.lack(needed) <= 0) == fits
-        assert fixed == [pool.places_of(self._ids(g, self.fixed)) for g, pool in enumerate(self.arena.pools)]
+        assert fixed == [
+            pool.places_of(self._ids(g, self.fixed - {*self.apart[g]})) for g, pool in enumerate(self.arena.pools)
+        ]
         if not fits:
             self.happened["fixed frame in the way"] += self._fits(counts)
             elsewhere = [n <= len(self._free(g)) for g, n in enumerate(wanted)]
             self.happened["refused with room elsewhere"] += all(elsewhere)
             return
         for group, pool in enumerate(self.arena.pools):
-            assert pool.extent == self._extent(group, None)
+            assert pool.extent == self._extent(group, {*self.frames[group]} - {*self.apart[group]})
         move = self.arena.make_way(wanted)
+        if move is not None and choices.chance(20):  # nothing was copied, so nothing has changed
+            self.happened["not copied"] += 1
+            return
         if move is not None:
             self._move(move.group, move.sources.tolist(), move.targets.tolist())
+            self.arena.done(move)
         self.happened["moved"] += move is not None
+        self.happened["moved over a hole"] += move is not None and any(self.apart)
+        self.happened["both around a hole"] += all(
+            n > pool.num_live + more for n, pool, more in zip(counts, pools, wanted, strict=True)
+        )
         for group, count in enumerate(wanted):
             self._own(group, self.arena.pools[group].take(count))
 
+    def starve(self, choices: Choices) -> None:
+        """One group loses all of its frames, and the other gets all that fits."""
+        if not choices.chance(20):
+            return
+        group = choices.below(2)
+        self.fixed.clear()
+        self._free_all(group, [name for name in self.frames[group] if name not in self.apart[group]])
+        wanted = [0, 0]
+        while self._fits(self._places([n + (g != group) for g, n in enumerate(wanted)])):
+            wanted[1 - group] += 1
+        move = self.arena.make_way(wanted)
+        if move is not None:
+            self._move(move.group, move.sources.tolist(), move.targets.tolist())
+            self.arena.done(move)
+        self._own(1 - group, self.arena.pools[1 - group].take(wanted[1 - group]))
+        taken = sum(stride * n for stride, n in zip(self.strides, self._places([0, 0]), strict=True))
+        left = self.arena.layout.room - taken
+        assert any(self.apart) or left < self.strides[1 - group], "a group that is alone has not all of the arena"
+        self.happened["starved"] += 1
+
     def free(self, choices: Choices) -> None:
         group = choices.below(2)
-        names = [name for name in self.frames[group] if choices.chance(30)]
+        names = [name for name in self.frames[group] if name not in self.apart[group] and choices.chance(30)]
+        self._free_all(group, names)
+
+    def _free_all(self, group: int, names: list[int]) -> None:
         ids = self._ids(group, names)
         self.arena.pools[group].take_back(ids)
         self.arena.pools[group].put(ids)
@@ -111,6 +171,26 @@ class ArenaMachine:
         pool.put(ids[taken:])
         self._own(group, ids[:taken])
 
+    def set_apart(self, choices: Choices) -> None:
+        """A frame in use is not used again."""
+        group = choices.below(2)
+        names = [name for name in self.frames[group] if name not in self.apart[group]]
+        if names and choices.chance(40):
+            self.apart[group].append(choices.one_of(names))
+            self.arena.set_apart(group, self.frames[group][self.apart[group][-1]])
+
+    def use_again(self, choices: Choices) -> None:
+        """The first frame that was set apart is free."""
+        group = choices.below(2)
+        if self.apart[group] and choices.chance(60):
+            name = self.apart[group].pop(0)
+            at = self.frames[group].pop(name)
+            self.arena.use_again(group, at)
+            self.arena.pools[group].take_back(np.array([at]))
+            self.arena.pools[group].put(np.array([at], dtype=np.int32))
+            self._write(group, at, 0)
+            self.fixed.discard(name)
+
     def clear(self, choices: Choices) -> None:
         if choices.chance(10):
             for group, pool in enumerate(self.arena.pools):
@@ -118,6 +198,7 @@ class ArenaMachine:
                 for at in self.frames[group].values():
                     self._write(group, at, 0)
                 self.frames[group].clear()
+                self.apart[group].clear()
             self.fixed.clear()
 
     # -- checks
@@ -126,7 +207,7 @@ class ArenaMachine:
         for group, pool in enumerate(self.arena.pools):
             ids = set(self.frames[group].values())
             assert set(np.flatnonzero(pool.is_out(slice(None))).tolist()) == ids
-            assert pool.num_used == len(ids)
+            assert (pool.num_used, pool.num_apart) == (len(ids), len(self.apart[group]))
             assert pool.num_free == len(self._free(group))
             for name, at in self.frames[group].items():
                 first = self._first(group, at)
@@ -145,15 +226,33 @@ class ArenaMachine:
 
     def _free(self, group: int) -> list[int]:
         """Ids that a group can have as the other lies: their bytes have no owner, and all of the other's are beyond."""
-        others = [self._first(1 - group, at) for at in self.frames[1 - group].values()]
+        apart = {*self.apart[1 - group]}
+        others = [self._first(1 - group, at) for name, at in self.frames[1 - group].items() if name not in apart]
         if group == self.low:
             low, high = 0, min(others, default=len(self.bytes))
             high = min(high, (self.last + 1) * self.strides[1 - group])
         else:
             low, high = max(others, default=self._first(self.low, 0)) + self.strides[self.low], len(self.bytes)
         stride, own = self.strides[group], set(self.frames[group].values())
-        inside = [at for at in self._order(group) if at not in own]
+        inside = [at for at in self._order(group) if at not in own and not self._is_hole(group, at)]
         return [at for at in inside if low <= self._first(group, at) and self._first(group, at) + stride <= high]
+
+    def _is_hole(self, group: int, at: int) -> bool:
+        """Whether a frame would have bytes of one that is set apart."""
+        apart, first = {*self.apart[0], *self.apart[1]}, self._first(group, at)
+        return any(name in apart for name in self.bytes[first : first + self.strides[group]])
+
+    def _places(self, wanted: list[int]) -> list[int]:
+        """Places that the frames of each group take with so many more, and the holes among them."""
+        found = []
+        for group, n in enumerate(wanted):
+            count, places = len(self.frames[group]) - len(self.apart[group]) + n, 0
+            order = self._order(group)
+            while count:
+                count -= places >= len(order) or not self._is_hole(group, order[places])
+                places += 1
+            found.append(places)
+        return found
 
     def _fits(self, counts: list[int]) -> bool:
         """Whether the first ids of each group, so many, have bytes of their own."""

@@ -47,6 +47,13 @@ def test_ten_thousand_steps(run: Run, operations: tuple[str, ...], events: tuple
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_million_operations_on_an_arena() -> None:
+    """No group starves, whichever is empty, and whatever lies in the way."""
+    check_seeds(run_arena, ArenaMachine.OPERATIONS, ArenaMachine.EVENTS, range(10_000, 15_000), 200)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @every_machine
 def test_two_hundred_thousand_steps(run: Run, operations: tuple[str, ...], events: tuple[str, ...]) -> None:

@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 
 from quire.cache import KVCache
+from quire.cache.path_ends import PathEnds
 from quire.cache.room import SharedRoom
 from quire.cache.running import RunningTables
 from quire.cache.states import StateGroup
 from quire.memory.allocator.arena import Arena, EndPool
+from quire.prefix.placement import NodeTiers
 from quire.sim import device
 from quire.spec.arena import ArenaLayout
 from tests.mutants.mutants import Patch, mutant
@@ -39,27 +41,25 @@ def a_retreat_goes_too_far(patch: Patch) -> None:
 
 @mutant("arena", "a frame is copied to a place that is still free, and another request gets the place too")
 def targets_stay_free(patch: Patch) -> None:
-    real = EndPool.retreat
+    real = EndPool.moved
 
-    def retreat(pool: EndPool, limit: int) -> Any:
-        sources, targets = real(pool, limit)
+    def moved(pool: EndPool, sources: Any, targets: Any) -> None:
+        real(pool, sources, targets)
         pool.take_back(targets)
         pool.put(targets)
-        return sources, targets
 
-    patch.setattr(EndPool, "retreat", retreat)
+    patch.setattr(EndPool, "moved", moved)
 
 
 @mutant("arena", "each retreat loses the ids that it has left for good")
 def sources_stay_taken(patch: Patch) -> None:
-    real = EndPool.retreat
+    real = EndPool.moved
 
-    def retreat(pool: EndPool, limit: int) -> Any:
-        sources, targets = real(pool, limit)
+    def moved(pool: EndPool, sources: Any, targets: Any) -> None:
+        real(pool, sources, targets)
         pool._num_used += len(sources)
-        return sources, targets
 
-    patch.setattr(EndPool, "retreat", retreat)
+    patch.setattr(EndPool, "moved", moved)
 
 
 @mutant("arena", "ids that are free again further in are not found, and a group with room moves instead")
@@ -133,3 +133,54 @@ def checkpoints_are_never_given_up(patch: Patch) -> None:
 @mutant("moved tables", "the device goes on to read pages where they were")
 def page_tables_are_not_told(patch: Patch) -> None:
     patch.setattr(RunningTables, "rewritten", lambda rows, group, pages: None)
+
+
+@mutant("arena", "bytes that are wrong belong to no frame of one group, and to frames of the other")
+def a_hole_is_in_one_group(patch: Patch) -> None:
+    patch.setattr(ArenaLayout, "under", lambda layout, group, at: range(0))
+
+
+@mutant("arena", "room is counted as if frames lay side by side, and they lie around a hole")
+def holes_take_no_places(patch: Patch) -> None:
+    patch.setattr(EndPool, "places_for", lambda pool, count: count)
+
+
+@mutant("arena", "frames count as moved before they are copied, and a copy that fails loses them")
+def ids_change_before_the_copy(patch: Patch) -> None:
+    real = Arena.make_way
+
+    def make_way(arena: Arena, wanted: Any) -> Any:
+        move = real(arena, wanted)
+        if move is not None:
+            arena.done(move)
+        return move
+
+    patch.setattr(Arena, "make_way", make_way)
+    patch.setattr(Arena, "done", lambda arena, move: None)
+
+
+@mutant("path ends", "pages that no request can begin after outlive others")
+def useless_ends_are_worth_something(patch: Patch) -> None:
+    real = PathEnds.share
+    patch.setattr(PathEnds, "share", lambda ends, pages, first: real(ends, pages, first) or 1.0)
+
+
+@mutant("path ends", "a leaf loses a page, and its other pages stay without a window")
+def a_leaf_keeps_what_is_worth_nothing(patch: Patch) -> None:
+    patch.setattr(NodeTiers, "cut", lambda tiers, node, keep, most: keep)
+
+
+@mutant("path ends", "a leaf whose state was reclaimed is evicted as if it had it")
+def lost_ends_are_not_told(patch: Patch) -> None:
+    patch.setattr(NodeTiers, "lost", lambda tiers, pages: None)
+
+
+@mutant("spared", "requests are admitted until nothing is cached")
+def nothing_is_spared(patch: Patch) -> None:
+    real = SharedRoom.__init__
+
+    def init(room: SharedRoom, *given: Any, **settings: Any) -> None:
+        real(room, *given, **settings)
+        room.spared = 0
+
+    patch.setattr(SharedRoom, "__init__", init)

@@ -19,6 +19,7 @@ from quire.spec.bundled import BUNDLED_MODELS, DEFAULT_MODEL
 from tests import mutants as shipped
 from tests import waits
 from tests.bench import test_sequential
+from tests.cache import test_path_ends
 from tests.cache.test_auditor import check_frames_that_move
 from tests.cache.test_hold import check_holds
 from tests.canary.machine import run_canary
@@ -214,6 +215,8 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "arenas": [lambda seed=seed: run_arena_replay(seed, shakes=True, tiers=seed % 2 < 1) for seed in range(30)],
     "resizes": [lambda seed=seed: run_resized_replay(seed, tiers=seed % 2 < 1) for seed in range(30)],
     "moved tables": [test_arena.check_tables],
+    "path ends": [test_path_ends.check_orders],
+    "spared": [test_path_ends.check_spared],
     "policies": [check_eviction_orders],
     "orders": [lambda name=name: check_policy(name, 0) for name in KEYS],
     "density": DENSITY,

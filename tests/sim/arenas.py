@@ -104,11 +104,12 @@ def shake(cache: KVCache, choices: Choices) -> int:
     unused = np.setdiff1d(free, targets)
     sources = sources[: len(targets)]
     moved = len(sources)
-    for ids in (unused, sources):
+    for ids in (unused, targets):
         pool.take_back(ids)
         pool.put(ids)
     if moved:
-        cache._growth.move(Move(group, sources, targets))
+        cache._growth.move(move := Move(group, sources, targets))
+        arena.done(move)
     return moved
 
 

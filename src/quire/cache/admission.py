@@ -145,22 +145,26 @@ class Admission:
         rows: Rows = NO_ROWS,
         reached: Lengths = NO_ROWS,
         reserve: int = 0,
-        more: int = 0,
+        more: Sequence[int] = (),
     ) -> str:
         """Why a request of `num_pages` pages that begins on a hit, or in the row of a session, does not fit now; "" if
-        it fits, or would fit if `more` pages and frames were available. Reserves the frames that the running `rows`
-        need until each has `reached[i]` pages, and `reserve` more pages for each."""
+        it fits, or would fit if `more` frames of each group, and page ids, were available. Reserves the frames that the
+        running `rows` need until each has `reached[i]` pages, and `reserve` more pages for each. Beside `rows`, what
+        their rooms spare is left to what is cached."""
         claims = self._claims if isinstance(begins, PrefixHit) else self._claims_in_row
         *found, (left, ids, spare_ids) = claims(begins, num_pages, rows, reached, reserve)  # type: ignore[arg-type]
-        counts = [sum(each) - more for each in found]
+        *frames, more_ids = more or [0] * (len(found) + 1)
+        counts = [sum(each) - n for each, n in zip(found, frames, strict=True)]
         for room in self._rooms:
-            if (lack := room.lack(counts) + room.leaving) > 0:
+            if (lack := room.lack(counts) + room.leaving + room.spared * (len(rows) > 0)) > 0:
                 group, stride = max(
                     zip(room.groups, room.strides, strict=True), key=lambda each: found[each[0].index][1]
                 )
                 _, own, spare = found[group.index]
-                return _refusal(group.name, own, spare, own + spare - more - -(-lack // stride), len(rows))
-        return _refusal("all groups", ids, spare_ids, left, len(rows)) if ids + spare_ids > left + more else ""
+                return _refusal(
+                    group.name, own, spare, own + spare - frames[group.index] - -(-lack // stride), len(rows)
+                )
+        return _refusal("all groups", ids, spare_ids, left, len(rows)) if ids + spare_ids > left + more_ids else ""
 
     def check(self, namespace: Namespace, prompt: int, max_tokens: int) -> None:
         """Refuse a request that the plan admits, and that a request of its namespace can never have."""

@@ -91,10 +91,26 @@ class GroupBase:
         return self.frames.num_used - self.num_evictable
 
     @property
+    def num_optional(self) -> int:
+        """Frames that running requests hold, and give up where groups share a room that is short."""
+        return 0
+
+    @property
     def num_cached(self) -> int:
         """Frames of cached pages."""
         table = self.table
         return table.num_idle + table.num_pinned if table.reclaims else self._tree.num_pages
+
+    def set_apart(self, frame: int) -> None:
+        """An allocated frame that no page has is not used until `use_again`: its bytes changed by themselves."""
+        self.quarantined.append(frame)
+        self.room.set_apart(self, frame)
+
+    def use_again(self) -> None:
+        """Free the frame that was set apart first."""
+        frame = self.quarantined.pop(0)
+        self.room.use_again(self, frame)
+        self.frames.free_frames(np.array([frame], dtype=np.int32))
 
     def moved(self, sources: Ids, targets: Ids) -> Ids:
         """Frames have other ids: `targets` instead of `sources`, which ascend. Returns the pages that have them."""
@@ -211,6 +227,7 @@ class PagedGroup(GroupBase):
         pages = self.table.reclaim(num_frames, most, may_go)
         self.frames.vacate(pages)
         self.dropped_frames += len(pages)
+        self._tree.lost(pages)
         return len(pages)
 
     def pinned(self, row: int, pages: Ids) -> Ids:

@@ -64,10 +64,8 @@ class Growth:
         self._rooms = parts.rooms
         self._lack_pages = 0  # that have to become evictable, beside what rooms lack
         self.resized()
-        self._moved = 0  # the fence of the first step after the last move
         self.num_left = 0
         """Pages that have left the device for more room."""
-        self.is_loading = False  # what is reclaimed is for loads, beside launched steps
 
     def resized(self) -> None:
         """Groups have other frames than before."""
@@ -162,29 +160,15 @@ class Growth:
         return wanted
 
     def reclaim(self, wanted: Sequence[int], cause: str, pages: Sequence[Ids] = ()) -> None:
-        """Evict until each group has `wanted[i]` free frames, for loads. Does not wait for transfers. Loads are not
-        ordered behind launched steps as moves are: no frame is moved for them, and none is theirs that moves left,
-        while a step is in flight. `pages` are those of each group that get the frames, if any do."""
-        fences = self._parts.holds.fences
-        if not fences.has_passed(self._moved):
-            raise OutOfPages(group="loads", wanted=sum(wanted), free=0, held_by="frames on the move are in the way")
-        self.is_loading = fences.num_open > 0
-        try:
-            self._until(lambda: wanted, 0, cause, waits=False)
-        finally:
-            self.is_loading = False
+        """Evict until each group has `wanted[i]` free frames, for loads, which follow moves as launched steps do. Does
+        not wait for transfers. `pages` are those of each group that get the frames, if any do."""
+        self._until(lambda: wanted, 0, cause, waits=False)
 
     def _until(self, ask: Callable[[], Sequence[int]], num_new: int, cause: str, *, waits: bool) -> None:
         """Release holds until the pages counted by `ask()` are evictable, and evict them. Raises OutOfPages before."""
         wanted = ask()
         while (refusal := self._short(wanted, num_new)) is not None:
-            retention = self._offload.retention
-            if not (
-                self._give_up_checkpoints(wanted, num_new)
-                or self._give_way()
-                or retention.give_way(wanted, num_new, self._lack_pages)
-                or self._offload.make_room(waits=waits)
-            ):
+            if not self._release(wanted, num_new, waits=waits):
                 raise refusal
             wanted = ask()
         self._evict(wanted, num_new, cause)
@@ -196,6 +180,32 @@ class Growth:
                 raise self._refusal(room.groups[0].name, wanted[0], room.groups[0].num_free, 0)
             if (move := room.make_way(wanted)) is not None:
                 self.move(move)
+                room.done(move)
+
+    def _release(self, wanted: Sequence[int], num_new: int, *, waits: bool) -> bool:
+        """End a hold that protects pages or frames, or wait for a transfer. False: there is none to end now."""
+        retention = self._offload.retention
+        ways: list[Callable[[], bool]] = [
+            lambda: self._give_up_checkpoints(wanted, num_new),
+            self._give_way,
+            lambda: retention.give_way(wanted, num_new, self._lack_pages),
+            lambda: self._offload.make_room(waits=waits),
+        ]
+        if self._fits_later(wanted, num_new):  # nothing else ends for it, while there is something to wait for
+            ways = ways[-1:] + ways[:-1]
+            ways = ways[: int(waits)] if self._parts.holds.fences.num_open or not waits else ways
+        return any(way() for way in ways)
+
+    def _fits_later(self, wanted: Sequence[int], num_new: int) -> bool:
+        """Whether what lacks comes by itself where groups share a room: frames can move again, and checkpoints of
+        running requests be given up, once transfers have ended and the steps in flight have settled."""
+        if num_new > self._most_ids():
+            return False
+        steps, moves = self._parts.holds.fences.num_open > 0, self._offload.is_moving
+        counts = self._held_with(wanted)
+        if steps:
+            counts = [n - group.num_optional for n, group in zip(counts, self._parts.groups, strict=True)]
+        return (steps or moves) and all(room.lack(counts, settled=True) <= 0 for room in self._rooms)
 
     def _evict(self, wanted: Sequence[int], num_new: int, cause: str) -> None:
         """Evict until each group has `wanted[i]` free frames, and `num_new` pages are free."""
@@ -216,8 +226,12 @@ class Growth:
         """A running request needs no more than the plan counts for it: what it has beside that goes, if this helps."""
         if self._parts.holds.fences.num_open or num_new > self._most_ids():
             return False
-        counts = [group.num_held + n for group, n in zip(self._parts.groups, wanted, strict=True)]
+        counts = self._held_with(wanted)
         return any(group.give_up(group.room.lack(counts)) for group in self._states)
+
+    def _held_with(self, wanted: Sequence[int]) -> list[int]:
+        """Frames that eviction cannot free if each group gets so many."""
+        return [group.num_held + n for group, n in zip(self._parts.groups, wanted, strict=True)]
 
     def _used(self, wanted: Sequence[int]) -> list[int]:
         """Frames in use if each group gets so many."""
@@ -251,19 +265,19 @@ class Growth:
         self._parts.groups[group].evict(num_frames, most)
 
     def move(self, move: Move) -> None:
-        """The bytes of some frames are elsewhere from now on: for what is launched next, behind what was launched."""
+        """The bytes of some frames are elsewhere from now on: for what is launched next, behind what was launched. If
+        they cannot be copied, nothing has changed."""
         for listener in self._parts.moved:
             listener(move.group, move.sources, move.targets)
         group = self._parts.groups[move.group]
         self._rows.rewritten(move.group, group.moved(move.sources, move.targets))
-        self._moved = self._parts.holds.fences.next
         self._counters.moved_frames += len(move.sources)
 
     def _short(self, wanted: Sequence[int], num_new: int) -> OutOfPages | None:
         """The error for a request that does not fit even if all evictable pages are evicted."""
         parts = self._parts
         for room in self._rooms:
-            lack = room.lack([g.num_held + n for g, n in zip(parts.groups, wanted, strict=True)])
+            lack = room.lack(self._held_with(wanted))
             if lack > 0:
                 index, stride = max(zip(room.indices, room.strides, strict=True), key=lambda at: wanted[at[0]] * at[1])
                 group, n = parts.groups[index], wanted[index]

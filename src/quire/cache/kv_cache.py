@@ -15,6 +15,7 @@ from quire.cache.groups import NO_PAGES, DamagedPages, GroupRelease, NewPages, P
 from quire.cache.growth import Growth
 from quire.cache.hold import Fences, Holds, Retired
 from quire.cache.offload import NO_OFFLOAD, Cached, CacheParts, OffloadFactory
+from quire.cache.path_ends import PathEnds
 from quire.cache.request_kv import CacheUse, PrefixHit, RequestKV
 from quire.cache.resizing import Resizing
 from quire.cache.room import rooms_of
@@ -141,7 +142,7 @@ class KVCache:
             frames=table,
             pages=self.pages,
             groups=self.groups,
-            rooms=tuple(rooms_of(self.groups, frames.arena, self._fixed)),
+            rooms=tuple(rooms_of(self.groups, frames.arena, self._fixed, caches=share_prefixes)),
             tree=self.tree,
             rows=self.rows,
             damaged=DamagedPages(table.anchor(Tier.DEVICE), self.groups),
@@ -171,6 +172,8 @@ class KVCache:
         self.resizing = Resizing(self.parts, self._growth, self._fixed)
         self._settling = self.groups if offload.below else self._partial  # full groups commit only with tiers
         self._states = {group.index: group for group in self.groups if isinstance(group, StateGroup)}
+        if frames.arena is not None:
+            self.tree.ends_by(PathEnds(self.parts, self.offload))
 
     def match(self, tokens: Ids, namespace: Namespace = NAMESPACE, *, most_tokens: int = ALL_TOKENS) -> PrefixHit:
         """How much of a prompt can be reused: whole pages, as far as every group can resume, without the last token,
@@ -409,13 +412,12 @@ class KVCache:
     def _fixed(self, group: int) -> Ids | None:
         """Frames of a group that must not move now; None: none may. With drafts, a step that settles moves what it
         wrote to other places, which were captured at its launch."""
-        if not self.parts.moved or (
-            self.fences.num_open and (self._growth.is_loading or self.plan.tokens_per_step > 1)
-        ):
+        if not self.parts.moved or (self.fences.num_open and self.plan.tokens_per_step > 1):
             return None
         released = [part.frames for each in self.fences.waiting for part in each.released if part.group == group]
         others = [frames for fixed in self.parts.fixed for frames in fixed(group)]
-        return np.concatenate([np.array(self.groups[group].quarantined, np.int32), *released, *others])
+        apart = [] if self.groups[group].room.is_shared else self.groups[group].quarantined
+        return np.concatenate([np.array(apart, dtype=np.int32), *released, *others])
 
     def audit(self) -> None:
         """Check all invariants (`quire.cache.audit`). Raises AuditFailure. O(pages + nodes)."""

@@ -16,7 +16,7 @@ from quire.cache.room import Room
 from quire.cache.running import RunningTables
 from quire.cache.states import GroupCache
 from quire.cache.tenants import Tenants
-from quire.memory.allocator import BaseTokenToKVPoolAllocator
+from quire.memory.allocator import BaseTokenToKVPoolAllocator, GroupFrames
 from quire.memory.residency import Residency
 from quire.plan.budget import MemoryPlan
 from quire.prefix.match import Evicted, Match
@@ -107,7 +107,10 @@ class RetentionPort:
 
 
 class Offload:
-    """Moves bytes between the device and other tiers. In this class, pages that leave the device are deleted."""
+    """Moves bytes between the device and other tiers. In this class, pages that leave the device are deleted. `hosts`
+    are the frames of each group on the host, if there are any."""
+
+    hosts: Sequence[GroupFrames[Any]] = ()
 
     def __init__(self, parts: CacheParts) -> None:
         self.retention = RetentionPort()
@@ -134,6 +137,11 @@ class Offload:
 
     def finished(self, kv: RequestKV, pages: Ids, *, returns: bool) -> None:
         """A request ends; `pages`, a view of its row, stay cached. With `returns` it will run again."""
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether frames of the device are in transfers."""
+        return False
 
     def make_room(self, *, waits: bool) -> bool:
         """Release a hold that protects pages from eviction; if the caller `waits`, else wait a little for a transfer.

@@ -297,14 +297,11 @@ class Sessions:
         return self._num_pages([row.kv for row in self._held()]) if self.num_held else 0
 
     @property
-    def most_pages(self) -> int:
-        """At most so many pages, or frames of one group, become available if all held rows end."""
-        if not self.num_held:
-            return 0
-        frames = 1 + max(
-            (len(group.frames_of(row.kv.row)) for group in self._states for row in self._held()), default=0
-        )
-        return sum(pages_for(self._rows.allocated(row.kv), self._size) + frames for row in self._held())
+    def most_frames(self) -> tuple[int, ...]:
+        """At most so many frames of each group, and then page ids, become available if all held rows end."""
+        rows = [(row.kv.row, pages_for(self._rows.allocated(row.kv), self._size)) for row in self._held()]
+        groups = [sum(group.num_of(*each) for each in rows) for group in self._parts.groups]
+        return *groups, sum(num_pages for _, num_pages in rows)
 
     def expire(self) -> int:
         """End sessions whose time is over; returns how many rows ended. O(1) where no session has expired."""

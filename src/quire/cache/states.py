@@ -102,6 +102,11 @@ class StateGroup(GroupBase):
     def num_of(self, row: int, num_pages: int) -> int:
         return len(self.frames_of(row))
 
+    @property
+    def num_optional(self) -> int:
+        num_previous = int(np.count_nonzero(self._previous_frame))
+        return (sum(map(len, self._unsettled)) + num_previous) * self.room.is_shared
+
     def pinned(self, row: int, pages: Ids) -> Ids:
         source: Ids = self._source[row : row + 1]
         return source[:0] if source[0] == 0 else source
@@ -301,6 +306,7 @@ class StateGroup(GroupBase):
         pages = self.table.reclaim(num_frames, most, may_go)
         self.frames.drop(pages)
         self.dropped_frames += len(pages)
+        self._tree.lost(pages)
         return len(pages)
 
     def moved(self, sources: Ids, targets: Ids) -> Ids:

@@ -39,11 +39,11 @@ class TenantAdmission(Admission):
         rows: Rows = NO_ROWS,
         reached: Lengths = NO_ROWS,
         reserve: int = 0,
-        more: int = 0,
+        more: Sequence[int] = (),
     ) -> str:
         wanted = self._claims_by_tenant(begins, num_pages, rows, reached, reserve)
         soft = self._soft_by_tenant(begins)
-        objection = self._tenants.objection(_namespace_of(begins), wanted, soft, more)
+        objection = self._tenants.objection(_namespace_of(begins), wanted, soft, max(more, default=0))
         if objection is None or objection:
             return objection or ""
         return super().why_not(begins, num_pages, rows, reached, reserve, more)

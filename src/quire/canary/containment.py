@@ -12,6 +12,7 @@ from quire.cache.request_kv import RequestKV
 from quire.cache.states import GroupCache
 from quire.canary.finding import Finding
 from quire.prefix.node import Node, path_to
+from quire.spec.ids import Ids
 
 QUARANTINE_SHARE = 64
 """At most one frame in so many is quarantined, and at least one; then the oldest is used again."""
@@ -27,6 +28,7 @@ class Containment:
         self._holds: list[Hold] = []  # so that they stay in the tree until their frames can be quarantined
         self._tried = -1  # `num_releases` of the tree after the last attempt to delete them
         self.num_quarantined = 0
+        parts.fixed.append(self._waiting_for)
 
     @property
     def is_waiting(self) -> bool:
@@ -67,6 +69,11 @@ class Containment:
         self._tried = parts.tree.num_releases
         return sum(count or 0 for count in removed)
 
+    def _waiting_for(self, group: int) -> list[Ids]:
+        """Frames of a group that are to be set apart: the bytes are wrong where they lie now."""
+        frames = [frame for found in self._damaged.values() for index, frame in found if index == group]
+        return [np.array(frames, dtype=np.int32)]
+
     def _found(self, nodes: Iterable[Node]) -> list[tuple[Node, int]]:
         """Those of these nodes that have damaged pages, and the first of these pages of each."""
         damaged = list(self._damaged)
@@ -84,7 +91,7 @@ class Containment:
         """Use a quarantined frame again, because a request fits in no other way. False if there is none."""
         for group in self._parts.groups:
             if group.quarantined:
-                group.frames.free_frames(np.array([group.quarantined.pop(0)], dtype=np.int32))
+                group.use_again()
                 self._parts.changed()
                 return True
         return False
@@ -113,7 +120,7 @@ class Containment:
         if (column.frame == frame).any():
             return  # another page has the frame too, and keeps it
         self.num_quarantined += 1
-        group.quarantined.append(frame)
+        group.set_apart(frame)
         most = max(1, group.num_frames // QUARANTINE_SHARE)
         if len(group.quarantined) > most:
-            group.frames.free_frames(np.array([group.quarantined.pop(0)], dtype=np.int32))
+            group.use_again()

@@ -418,10 +418,10 @@ class EngineConfig(RoleFields, StorageFields, CacheFields, StepFields, RankField
 
     @model_validator(mode="after")
     def _arenas_are_alone(self) -> EngineConfig:
-        if self.arena and (self.host_memory or self.storage or self.role):
+        if self.arena and self.role is not None:
             raise RefusedCombination(
-                "frames of an arena move, and are not loaded from lower tiers or sent to other engines yet.",
-                fix="leave --arena out, or --host-memory, --storage and --role.",
+                "frames of an arena move, and this was not tried yet while other engines read and write pages.",
+                fix="leave --arena or --role out.",
             )
         return self
 

@@ -111,6 +111,7 @@ class Tiered(Offloading):
 
     def __init__(self, parts: CacheParts, settings: TierSettings, retain_share: float) -> None:
         self.tiers: Tiering = Tiering(settings, parts)
+        self.hosts = self.tiers.hosts
         super().__init__(parts, Retention(parts, retain_share, self.tiers.hosts))
         self.prefetcher: Prefetcher = Prefetcher(self.tiers, parts)
         self.ahead = self.prefetcher
@@ -199,6 +200,10 @@ class Tiered(Offloading):
         self.tiers.archiver.archive(kv.lease.node)
 
     # -- room
+
+    @property
+    def is_moving(self) -> bool:
+        return bool(self.tiers.moving)
 
     def make_room(self, *, waits: bool) -> bool:
         if waits and self.tiers.wait():

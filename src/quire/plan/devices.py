@@ -12,6 +12,8 @@ GRAPH_BYTES = 2 * _MIB
 """Bytes of the largest CUDA graph, for each of its requests: logits, activations and parts of attention."""
 LEAST_GRAPHS = 64 * _MIB
 """Bytes of all CUDA graphs: torch reserves memory for them in segments of 2 and of 20 MiB."""
+MOVE_BYTES = 64 * _MIB
+"""Bytes beside the pools through which frames of an arena are moved, so many at once."""
 _MOST_SAMPLED = 2**22
 _PER_LOGIT = 17  # bytes: logits, scores, logits before changes, their logarithms, and comparisons with these
 _PER_SAMPLED = 88  # bytes of what filters compute for a number at once

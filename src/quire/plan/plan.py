@@ -6,6 +6,7 @@ The plan that is printed, the pools that are built and the requests that are adm
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
@@ -15,10 +16,17 @@ from quire.plan.devices import Line
 from quire.plan.mix import Mix
 from quire.plan.settings import PlanSettings
 from quire.spec.arena import ArenaLayout
+from quire.spec.group import GroupSpec
 from quire.spec.model import ModelSpec
 from quire.spec.pages import pages_for
 
 _MOST_PASSED_PAGES = 2**20  # some 20 bytes of host memory each
+
+
+def may_share(groups: Sequence[GroupSpec]) -> bool:
+    """Whether frames of these groups can share an arena: one of two is read whole, and the other is not."""
+    whole = [group.reach.kind == "full" for group in groups]
+    return len(whole) == 2 and whole[0] != whole[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,13 +81,13 @@ class Plan:
 
     @property
     def floating(self) -> MemoryPlan:
-        """`split` with an arena, if one of two groups is read whole and the other is not. Its bytes are all of the
-        budget, and no more requests run than it has states for."""
+        """`split` with an arena, if its groups may share one. Its bytes are all of the budget, and no more requests run
+        than it has states for."""
         plan, settings = self.split, self.settings
-        whole = [group.reach.kind == "full" for group in plan.groups]
-        if len(whole) != 2 or whole[0] == whole[1] or plan.groups_on_host or len(self.stages) > 1:
+        if not may_share(plan.groups) or plan.groups_on_host or len(self.stages) > 1:
             return plan
-        full, other = whole.index(True), plan.groups[whole.index(False)]
+        full = int(plan.groups[1].reach.kind == "full")
+        other = plan.groups[1 - full]
         budget = self.kv_bytes if settings.max_total_tokens is None else self.config.bytes
         one, two = (group.layout.bytes_per_frame for group in plan.groups)
         arena, options = ArenaLayout(budget, (one, two)), self.configurator.options

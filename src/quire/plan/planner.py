@@ -20,11 +20,11 @@ from quire.plan.configurator import (
     NoRoom,
     RecurrentPoolConfigurator,
 )
-from quire.plan.devices import Line, working_memory
+from quire.plan.devices import MOVE_BYTES, Line, working_memory
 from quire.plan.hisparse import hot_buffers, selecting
 from quire.plan.hisparse_pools import HiSparsePoolConfigurator
 from quire.plan.mix import Mix, uniform
-from quire.plan.plan import Plan
+from quire.plan.plan import Plan, may_share
 from quire.plan.report import ledger_of, notes_of
 from quire.plan.settings import PlanSettings
 from quire.plan.speculation import draft_weight_lines, feature_lines, with_draft_layers
@@ -173,6 +173,7 @@ class _Server:
                 continue
             lines = _device_lines(self.settings, stage, self.weights, drafts > 0, self.spec.hidden_size)
             lines += feature_lines(self.settings, self.spec, self.page_size) if is_last else ()
+            lines += move_lines(self.settings, stage_groups(self.page_size)) if len(stages) == 1 else ()
             kv_bytes = _kv_bytes(self.settings, lines)
             configurator = create_memory_pool_configurator(stage_groups, options, page_size=self.page_size)
             config = configurator.calculate_pool_sizes(kv_bytes, self.page_size)
@@ -256,6 +257,14 @@ def _device_lines(
         device=device,
     )
     return (*weights_of_both, *working)
+
+
+def move_lines(settings: PlanSettings, groups: Sequence[GroupSpec]) -> tuple[Line, ...]:
+    """The ledger's line of memory through which frames of an arena move; empty without one, or without a device."""
+    within_rest = settings.mem_fraction_static is not None and settings.measured is None
+    if not settings.arena or settings.rank_device is None or within_rest or not may_share(groups):
+        return ()
+    return (Line(name="moves", bytes=MOVE_BYTES, why="frames that move in the arena are copied through it"),)
 
 
 def _kv_bytes(settings: PlanSettings, lines: Sequence[Line]) -> int:

@@ -96,7 +96,11 @@ def _arena(plan: Plan, _: WeightEstimate | None) -> Iterator[str]:
     if (found := arena_as_dict(plan)) is not None:
         told = [f"{each['arena']:,} requests of {each['tokens']:,} tokens" for each in found["fits"]]
         split = ", ".join(f"{each['split']:,}" for each in found["fits"])
-        yield f"one arena of these bytes holds {', or '.join(told)}; pools that are split hold {split}."
+        waste = format_bytes(found["waste_bytes"])
+        yield (
+            f"one arena of these bytes holds {', or '.join(told)}, and {waste} of it hold no frame; pools that are "
+            f"split hold {split}."
+        )
 
 
 def arena_as_dict(plan: Plan) -> dict[str, Any] | None:

@@ -84,7 +84,7 @@ class HitDensity(EvictionPolicy):
         self._next_check = 0
         self._kinds = np.full(64, -1)  # kinds by slot, -1 if it is free; the next two are by slot, too
         self._since = np.zeros(64)
-        self._parts = np.ones(64)  # SUPERSEDED or 1, times what its last page costs to compute
+        self._parts = np.ones(64)  # `Node.share`, times SUPERSEDED or 1, times what its last page costs to compute
         self._worst: list[tuple[float, int, int]] = []  # minus worth, slot, ticket; the worst last
         self._window = 0
         self._num_requests = self._rank_at = 0
@@ -216,7 +216,8 @@ class HitDensity(EvictionPolicy):
         node.ticket = ticket = next(self._tickets)
         self._slots[slot], stay.slot = (ticket, node), slot
         self._kinds[slot], self._since[slot] = stay.kind, stay.since
-        part = (SUPERSEDED if stay.is_superseded else 1.0) * (1 + self._growth * (node.depth + node.num_pages))
+        part = node.share * (SUPERSEDED if stay.is_superseded else 1.0)
+        part *= 1 + self._growth * (node.depth + node.num_pages)
         self._parts[slot] = part
         if 0 < len(self._worst) < MOST_RANKED:
             loss = -part * self._table.of(stay.kind, self._seconds() - stay.since)

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from quire.lazy_queue import LazyQueue
-from quire.prefix.node import ID_BYTES, Node, User, path_to
+from quire.prefix.node import ID_BYTES, Node, User, pages_to, path_to
 from quire.prefix.policy import EvictionPolicy, live
 from quire.spec.ids import Bools, Ids
 
@@ -25,17 +25,32 @@ class Placement(Protocol):
         """Per page: whether it has a copy on a lower tier."""
 
 
+class Ends(Protocol):
+    """After which pages of a path requests can begin, where not after each one: some layers read only the last pages,
+    and pages that no request can begin after are worth nothing."""
+
+    def last(self, pages: Ids) -> int:
+        """After how many of a path's `pages`, from the first on, a request can begin, at most."""
+
+    def share(self, pages: Ids, first: int) -> float:
+        """What a request saves by the end of a path of `pages`, for each byte that is free without it, as a part of
+        what a page alone saves. The pages from `first` on are free. 0: no request can begin at the end."""
+
+
 class NodeTiers:
     """Nodes on the device are offered to `policy`. `copies` queues nodes whose copies may be evicted: the least
     recently used first, and the end of a path before the nodes above it. Without a `placement` every page is on the
     device alone. Only copies of a node's first pages, without a gap, count. In each tier, nodes of ended users come
-    before all others: on the device in the order in which they are offered."""
+    before all others, as do those at whose end no request can begin: on the device in the order in which they are
+    offered. `ends` None: a request can begin after each page."""
 
     def __init__(self, placement: Placement | None, policy: EvictionPolicy) -> None:
         self._placement = placement
         self._policy = policy
+        self.ends: Ends | None = None
+        self._ending_at: dict[int, Node] = {}  # nodes in the policy's queue, by their last page
         self.copies: LazyQueue[Node] = LazyQueue(self._live, by_key=True)
-        self._ended: LazyQueue[Node] = LazyQueue(live)
+        self._first: LazyQueue[Node] = LazyQueue(live)
         self._tickets = count(1)
 
     def is_here(self, node: Node) -> bool:
@@ -53,22 +68,44 @@ class NodeTiers:
 
     def offer_here(self, node: Node) -> None:
         """Queue a node that may leave the device."""
-        if not node.is_over or self._policy.takes_ended:
-            self._policy.offered(node)
-        else:
+        if self.ends is not None:
+            node.share = self.ends.share(pages_to(node), node.depth)
+            self._ending_at[int(node.pages[-1])] = node
+        if (node.is_over or not node.share) and not self._policy.takes_ended:
             node.ticket = -next(self._tickets)  # the tickets of policies are above 0
-            self._ended.push(node.ticket, node)
+            self._first.push(node.ticket, node)
+        else:
+            self._policy.offered(node)
+
+    def ends_by(self, ends: Ends) -> None:
+        """Where requests can begin, if not after each page; before any page is cached."""
+        self.ends = ends
+
+    def lost(self, pages: Ids) -> None:
+        """Cached pages have lost frames: nodes that end there may be worth nothing, and are evicted first then."""
+        for page in pages.tolist():
+            node = self._ending_at.get(page)
+            if node is not None and node.ticket > 0 and node.pages[-1] == page:
+                self.offer_here(node)
+
+    def cut(self, node: Node, keep: int, most: int) -> int:
+        """How many of the first `keep` pages of a node are worth keeping without the others; of which `most` may go."""
+        if self.ends is None or not keep:
+            return keep
+        above = node.parent
+        pages = np.concatenate((pages_to(above), node.pages[:keep])) if above is not None else node.pages[:keep]
+        return max(0, node.num_pages - most, self.ends.last(pages) - node.depth)
 
     def victim(self) -> Node | None:
         """Remove and return the first node that may leave the device; None if there is none."""
-        if not self._ended or (entry := self._ended.pop()) is None:
+        if not self._first or (entry := self._first.pop()) is None:
             return self._policy.victim()
         entry.item.ticket = 0
         return entry.item
 
     def candidates(self) -> Iterator[Node]:
         """All nodes that may leave the device, for audits. O(entries)."""
-        return chain(self._ended, self._policy.candidates())
+        return chain(self._first, self._policy.candidates())
 
     def end(self, user: User) -> None:
         """No request of a session follows: its nodes are evicted first. O(its nodes)."""

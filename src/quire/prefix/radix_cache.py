@@ -74,6 +74,7 @@ class RadixCache:
     ) -> None:
         self._tiers = NodeTiers(placement, policy)
         self.is_here, self.num_copies = self._tiers.is_here, self._tiers.num_copies
+        self.lost, self.ends_by = self._tiers.lost, self._tiers.ends_by
         self._has_lower = placement is not None
         self.longest_grown = 1 << 16  # bytes: above these a child is added, since to lengthen an edge copies it
         self.page_size = page_size
@@ -220,12 +221,14 @@ class RadixCache:
 
     def evict(self, num_pages: int, cause: str = "") -> Ids:
         """Remove up to `num_pages` pages on the device that no lease holds, in the policy's order, with their copies
-        and all pages below them in the tree; returns all of them. A leaf loses its last pages first. O(leaves evicted),
-        plus the cost of the policy. `cause` is for explanations."""
+        and all pages below them in the tree; returns all of them. A leaf loses its last pages first, and with them
+        those that no request can begin after then. O(leaves evicted), plus the cost of the policy. `cause` is for
+        explanations."""
         removed: list[bytes] = []
         eviction = self._eviction(cause)
         while num_pages > 0 and (node := self._tiers.victim()) is not None:
-            keep = node.num_pages - min(num_pages, self.policy.most(node))
+            most = self.policy.most(node)
+            keep = self._tiers.cut(node, node.num_pages - min(num_pages, most), most)
             num_pages -= node.num_pages - keep
             self._forget(node, keep, eviction, removed)
         return join_ids(removed)
@@ -239,13 +242,15 @@ class RadixCache:
         eviction = self._eviction(cause)
         while num_pages > 0 and (node := self._tiers.victim()) is not None:
             above = node.num_pages - min(num_pages, self.policy.most(node))
-            num_pages -= node.num_pages - above
             if keep is None and self.num_copies(node) <= above:
+                above = self._tiers.cut(node, above, self.policy.most(node))
+                num_pages -= node.num_pages - above
                 self._forget(node, above, eviction, removed)
                 continue
+            num_pages -= node.num_pages - above
             if above:
                 self._split(node, above)
-            kept = self.num_copies(node) if keep is None or node.is_over else keep(node)
+            kept = self.num_copies(node) if keep is None or node.is_over or not node.share else keep(node)
             if kept < node.num_pages:
                 self._forget(node, kept, eviction, removed)
             if kept:

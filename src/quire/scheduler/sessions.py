@@ -28,7 +28,7 @@ def held_row(sessions: Sessions, request: Request, num_cached: int) -> tuple[int
 def make_room(sessions: Sessions, why_not: Callable[..., str], claims: tuple[Any, ...], own: Session | None) -> str:
     """`why_not(*claims)`: why a request does not fit, "" if it does. If it would without rows of sessions, these end
     one after the other until it does, but for that of `own`, which the request continues."""
-    while (reason := why_not(*claims)) and sessions.num_held and not why_not(*claims, sessions.most_pages):
+    while (reason := why_not(*claims)) and sessions.num_held and not why_not(*claims, sessions.most_frames):
         if not sessions.give_way(own, for_room=True):
             break
     return reason

@@ -141,7 +141,7 @@ class ArenaFields(Settings):
     arena: bool = setting(
         False,
         "Windows, chunks or states share their bytes with pages of full attention, and frames move while requests run. "
-        "Not with lower tiers.",
+        "Not with --role.",
     )
 
 

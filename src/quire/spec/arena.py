@@ -43,6 +43,13 @@ class ArenaLayout:
         """The largest id of a group's frames."""
         return self.budget // self.strides[group] - 1 if group == self.upper else self.most(group)
 
+    def under(self, group: int, at: int) -> range:
+        """Ids of the other group that have bytes of frame `at` of this one, ascending."""
+        stride, other = self.strides[group], self.strides[1 - group]
+        first = self.origin(group) + at * stride - self.origin(1 - group)
+        last = min((first + stride - 1) // other, self.last_id(1 - group))
+        return range(max(1, first // other), last + 1)
+
     def origin(self, group: int) -> int:
         """The byte of the group's frame 0; frame i lies `i * stride` bytes later."""
         return 0 if group == self.upper else self.strides[self.upper]

@@ -21,6 +21,7 @@ from quire.engine.device.sampler import Drawn, Sampler
 from quire.engine.device.warm_up import Pads, warm_up
 from quire.engine.host_memory import host_memory
 from quire.engine.messages import TokenLogprobs
+from quire.errors import OutOfPages
 from quire.kernels.backend import DEFAULT, AttentionBackend
 from quire.kernels.batch import Asked, PagedBatch, derive
 from quire.kernels.moves import Pieces
@@ -31,7 +32,8 @@ from quire.memory.pool import Pool
 from quire.models.forward import RunningForward, slots_of
 from quire.models.hf import LoadedModel
 from quire.offload import offload_of
-from quire.plan.budget import MemoryPlan
+from quire.plan.budget import MemoryPlan, format_bytes
+from quire.plan.devices import MOVE_BYTES
 from quire.plan.host import check_cpu_pools
 from quire.scheduler.step import Step
 from quire.sparse.coordinator import hot_buffers_of
@@ -41,8 +43,6 @@ from quire.tiers.transfer import Transfer
 from quire.upload import Upload, to_device
 
 _NO_POOLS: Mapping[int, Pool] = {}
-_MOVED = 64 * 2**20
-"""Bytes of frames that are moved together, through as much memory beside the pools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,13 +233,22 @@ class ModelRunner:
         self.mark()
 
     def move_frames(self, group: int, sources: Ids, targets: Ids) -> None:
-        """Copy frames of a group behind all launched steps. No frame is among both."""
+        """Copy frames of a group behind all launched steps, through at most `MOVE_BYTES`. No frame is among both.
+        Raises OutOfPages if the device lacks these: then nothing counts as moved."""
         frames = self.pools[group].rows
-        pieces, some = Pieces.of([(0, frames[None, :, None])], frames.shape[1]), max(1, _MOVED // frames.shape[1])
-        for start in range(0, len(sources), some):
-            both = (each[start : start + some].astype(np.int64) for each in (sources, targets))
-            self.backend.moves.move(pieces, *(to_device(each, self._device) for each in both))
-        self.mark()
+        try:
+            for at in range(0, frames.shape[1], MOVE_BYTES):
+                part = frames[:, at : at + MOVE_BYTES]
+                pieces, some = Pieces.of([(0, part[None, :, None])], part.shape[1]), MOVE_BYTES // part.shape[1]
+                for start in range(0, len(sources), some):
+                    both = (each[start : start + some].astype(np.int64) for each in (sources, targets))
+                    self.backend.moves.move(pieces, *(to_device(each, self._device) for each in both))
+        except torch.OutOfMemoryError:
+            held_by = f"the device has no {format_bytes(MOVE_BYTES)} to copy frames through"
+            name = self._cache.groups[group].name
+            raise OutOfPages(group=name, wanted=len(sources), free=0, held_by=held_by) from None
+        finally:
+            self.mark()
 
     def mark(self) -> None:
         """Copies between tiers that begin from now on follow what was launched until now: at a launch all before it,

@@ -2,11 +2,13 @@
 
 Each group takes the free ids nearest to its own end, so frames of the two meet nowhere but in the gap between. Where
 the gap is too small for a group and the other has free ids further in, the other retreats: its outermost frames get
-ids further in, and their owner copies the bytes.
+ids further in, and their owner copies the bytes. A frame that must not be used again is a *hole* in the places of both
+groups: each takes those around it.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,7 +24,7 @@ _SCANNED = 512  # places looked at together
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Frames of a group that get other ids, in order; `sources` ascend. Sources are free, targets allocated."""
+    """Frames of a group that get other ids, in order; `sources` ascend. All `targets` are free until `Arena.done`."""
 
     group: int
     sources: Ids
@@ -31,25 +33,47 @@ class Move:
 
 class EndPool(IdPool):
     """The ids of one group of an arena. A *place* is the distance from the group's end, from 0 on; a free id with the
-    lowest place is allocated first. No place beyond the `extent` is in use. An allocation costs O(ids) and a look at
-    the places between the first free one and the last that it takes."""
+    lowest place is allocated first. No place beyond the `extent` is in use, but for holes. An allocation costs O(ids)
+    and a look at the places between the first free one and the last that it takes."""
 
     def __init__(self, arena: Arena, group: int, *, name: str) -> None:
         self._arena = arena
         self._at = group
         self._last = arena.layout.last_id(group) if group == arena.layout.upper else 0
         self._used = np.zeros(arena.layout.most(group), dtype=np.bool_)
+        self._over = np.zeros(arena.layout.most(group), dtype=np.int16)  # holes that have bytes of each place
+        self._holes: list[int] = []  # places that have such bytes, ascending
+        self.num_apart = 0  # ids in use that are holes
         super().__init__(arena.layout.last_id(group), "sorted", group=name, noun="frame")
 
     def clear(self) -> None:
         self._out = np.zeros(self.size + 1, dtype=np.bool_)
         self._used[:] = False
-        self._num_used = self.extent = self._first_free = 0
+        self._over[:] = 0
+        self._holes = []
+        self._num_used = self.num_apart = self.extent = self._first_free = 0
 
     @property
     def num_free(self) -> int:
         """Ids that can be allocated as the other group lies, free ones and the gap."""
-        return max(0, self._arena.reach_of(self._at) - self._num_used)
+        return max(0, self.ids_in(self._arena.reach_of(self._at)) - self.num_live)
+
+    @property
+    def num_live(self) -> int:
+        """Ids in use that are no holes."""
+        return self._num_used - self.num_apart
+
+    def places_for(self, count: int) -> int:
+        """The places that so many ids take, and the holes among them."""
+        for hole in self._holes:
+            if hole >= count:
+                break
+            count += 1
+        return count
+
+    def ids_in(self, places: int) -> int:
+        """Ids at so many places, without holes."""
+        return places - bisect_left(self._holes, places)
 
     @property
     def num_used(self) -> int:
@@ -65,17 +89,30 @@ class EndPool(IdPool):
         self._vacate(self._places(ids))
 
     def retreat(self, limit: int) -> tuple[Ids, Ids]:
-        """Move the ids in use at places from `limit` on to free places before it, of which there are enough. Returns
-        sources, ascending, and targets."""
-        sources = limit + np.flatnonzero(self._used[limit : self.extent])
+        """The ids in use at places from `limit` on, ascending, and free ones before it, of which there are enough."""
+        sources = limit + np.flatnonzero(self._used[limit : self.extent] & (self._over[limit : self.extent] == 0))
         targets = self._nearest(len(sources))
         assert not len(targets) or int(targets[-1]) < limit, "a retreat beyond its limit"
-        old, new = self._ids(sources), self._ids(targets)
-        assert np.count_nonzero(self._out[old]) == len(old), "an id that is set aside was moved"
-        self._occupy(targets)
-        self._vacate(sources)
-        self._out[old], self._out[new] = False, True
-        return old, new
+        return self._ids(sources), self._ids(targets)
+
+    def moved(self, sources: Ids, targets: Ids) -> None:
+        """Ids `targets`, which were free, are allocated instead of `sources`."""
+        assert np.count_nonzero(self._out[sources]) == len(sources), "an id that is set aside was moved"
+        first = self._first_free
+        self._occupy(np.sort(self._places(targets)))
+        self._first_free = first
+        self._vacate(self._places(sources))
+        self._out[sources], self._out[targets] = False, True
+
+    def set_over(self, ids: IdArray, change: int) -> None:
+        """One hole more, or one less, has bytes of each of these ids."""
+        places = self._places(ids)
+        places = places[places < len(self._over)]  # a frame that has bytes of the other's padding is never used
+        self._over[places] += change
+        self._holes = np.flatnonzero(self._over).tolist()
+        self._first_free = min(self._first_free, int(places.min(initial=self._first_free)))
+        self.extent = max(self.extent, int(places.max(initial=-1)) + 1)
+        self._shrink()
 
     def places_of(self, ids: IdArray) -> int:
         """One more than the largest place of these ids in use; 0 of none."""
@@ -95,10 +132,14 @@ class EndPool(IdPool):
         at, left = self._first_free, count
         while left > 0 and at < self.extent:
             stop = min(at + max(_SCANNED, 2 * left), self.extent)
-            some = at + np.flatnonzero(~self._used[at:stop])[:left]
+            some = at + np.flatnonzero(~self._used[at:stop] & (self._over[at:stop] == 0))[:left]
             found.append(some)
             at, left = stop, left - len(some)
         beyond = max(at, self.extent)
+        if left > 0 and self._holes:
+            before = self.ids_in(beyond)
+            ends = [self.places_for(before + each) - 1 for each in range(1, left + 1)]
+            return np.concatenate([*found, np.array(ends, dtype=np.int64)])
         return np.concatenate([*found, np.arange(beyond, beyond + left)])
 
     def _occupy(self, places: IdArray) -> None:
@@ -115,10 +156,15 @@ class EndPool(IdPool):
         self._used[places] = False
         self._num_used -= len(places)
         self._first_free = min(self._first_free, int(places.min()))
-        end = self.extent if int(places.max()) + 1 == self.extent else 0
+        if int(places.max()) + 1 == self.extent:
+            self._shrink()
+
+    def _shrink(self) -> None:
+        """The last place before the extent may be free."""
+        end = self.extent
         while end:
             start = max(0, end - _SCANNED)
-            used = np.flatnonzero(self._used[start:end])
+            used = np.flatnonzero(self._used[start:end] & (self._over[start:end] == 0))
             self.extent = start + int(used[-1]) + 1 if len(used) else start
             end = 0 if len(used) else start
 
@@ -141,16 +187,37 @@ class Arena:
 
     def extents_with(self, wanted: Sequence[int]) -> list[int]:
         """The extent of each pool once it has so many ids more and nothing has moved."""
-        return [max(pool.extent, pool.num_used + n) for pool, n in zip(self.pools, wanted, strict=True)]
+        return [
+            max(each.extent, each.places_for(each.num_live + n)) for each, n in zip(self.pools, wanted, strict=True)
+        ]
+
+    def set_apart(self, group: int, at: int) -> None:
+        """An allocated id of a group is a hole from now on."""
+        self.pools[group].num_apart += 1
+        self._change_hole(group, at, 1)
+
+    def use_again(self, group: int, at: int) -> None:
+        """An id that was set apart is allocated as any other, until its owner frees it."""
+        self.pools[group].num_apart -= 1
+        self._change_hole(group, at, -1)
+
+    def _change_hole(self, group: int, at: int, change: int) -> None:
+        self.pools[group].set_over(np.array([at]), change)
+        under = self.layout.under(group, at)
+        self.pools[1 - group].set_over(np.arange(under.start, under.stop), change)
 
     def make_way(self, wanted: Sequence[int]) -> Move | None:
-        """Let a group retreat, no further than necessary, until so many ids of each can be allocated. Returns what
-        moves. The caller knows that they fit beside what must not move. As both lie their ids fit, so at most one of
-        them has free places that it does not want."""
+        """What has to move for so many ids of each group to be allocated: one of them retreats, no further than
+        necessary. Changes nothing; `done` follows the copies. The caller knows that they fit beside what must not move.
+        As both lie their ids fit, so at most one of them has free places that it does not want."""
         extents = self.extents_with(wanted)
         lack = self.lack(extents)
         if lack <= 0:
             return None
-        at = int(self.pools[1].extent > self.pools[1].num_used + wanted[1])
+        at = int(self.pools[1].extent > self.pools[1].places_for(self.pools[1].num_live + wanted[1]))
         sources, targets = self.pools[at].retreat(extents[at] - -(-lack // self.layout.strides[at]))
         return Move(at, sources, targets) if len(sources) else None
+
+    def done(self, move: Move) -> None:
+        """Frames have been copied: `targets` are allocated instead of `sources`."""
+        self.pools[move.group].moved(move.sources, move.targets)
