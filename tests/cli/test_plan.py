@@ -206,6 +206,14 @@ def test_a_file_a_folder_and_a_name_are_the_same_model(run: Run, tmp_path: Path)
         assert named[key] == file[key] == folder[key] == hub[key], key
 
 
+def test_a_folder_may_be_named_like_markup(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "m[" / "x]"  # [/x]
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(TINY))
+    done = run("plan", folder, "--kv-memory", "1GiB", "--html", tmp_path / "page.html", env=WIDE)
+    assert done.exit_code == 0 and "m[/x]" in done.stdout and "m[/x]" in (tmp_path / "page.html").read_text()
+
+
 def test_without_a_budget_the_least_memory_is_found(run: Run) -> None:
     found = data(run, "llama-3.1-8b", "--context", "32k", "--concurrency", 8)
     assert found["requests_at_context"] == 8

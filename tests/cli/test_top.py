@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import unicodedata
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -20,12 +21,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from quire.cli.report import Report
 from quire.cli.top import Seen, rows_of, shown
 from quire.counters import Histogram, plain
 from quire.loop.tenants import TenantCounters
 from tests.cli.conftest import Run
 from tests.routing.live_router import LiveRouter
 from tests.serve.live_server import LiveServer
+
+HOSTILE = "[/b] \x1b[2J[bold]x"
 
 
 @pytest.fixture(scope="module")
@@ -164,3 +168,17 @@ def test_what_is_shown_fits_80_columns_with_tenants_and_frames_that_were_given_b
         text = console.export_text()
         assert max(map(len, (line.rstrip() for line in text.splitlines()))) <= 80, text
         assert ("gone" in text) == bool(released) and "a-quiet-one" in text and "3.00 MiB" in text
+
+
+def test_names_are_no_markup_and_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    frames = {HOSTILE: {"private": 1, "cached": 2, "free": 1}}
+    answer = {
+        "prompt_tokens": 9, "hit_tokens": 3, "frames": frames, "waiting_reason": HOSTILE,
+        "explained_tokens": {HOSTILE: 3}, "tenants": {HOSTILE: plain(TenantCounters())},
+    }  # fmt: skip
+    row = {"name": HOSTILE, "role": "engine", "url": HOSTILE, "status": 200, "answer": answer}
+    rows = rows_of(Seen(2.0, [row]), Seen(1.0, [row]))
+    Report(rows, lambda: [shown("http://127.0.0.1:8000", rows)]).print(as_json=False)
+    text = capsys.readouterr().out
+    assert not {each for each in text if unicodedata.category(each) == "Cc"} - {"\n"}
+    assert text.count("[/b] [2J[bold]x") >= 6

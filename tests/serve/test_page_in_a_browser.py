@@ -22,6 +22,7 @@ if CHROMIUM is None:
     pytest.skip("no chromium is installed: apt-get install chromium", allow_module_level=True)
 
 HOSTILE = '<img src=x onerror="window.harmed=1">\'"&'
+NO_ANSWER = "Failed to load resource"  # with a status that is an error
 SECONDS = 20_000  # of a wait, in milliseconds
 
 
@@ -45,7 +46,7 @@ def opened(browser: Any) -> Iterator[Callable[..., Any]]:
         url = live.summary["url"] + "/"
         page.on("request", lambda each: each.url.startswith(url) or wrong.append(each.url))
         page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("console", lambda each: "Content Security" in each.text and wrong.append(each.text))
+        page.on("console", lambda each: each.type == "error" and NO_ANSWER not in each.text and wrong.append(each.text))
         page.goto(url)
         pages.append(page)
         return page
@@ -358,6 +359,50 @@ def test_a_key_is_asked_for_and_kept_in_memory_alone(opened: Callable[..., Any])
         assert page.locator("#key").is_hidden() and page.input_value("#key-text") == ""
         kept = "[location.href, document.cookie, JSON.stringify({...localStorage, ...sessionStorage})]"
         assert "operator" not in str(page.evaluate(kept))
+
+
+def test_a_section_that_cannot_be_shown_is_named_and_comes_back(browser: Any) -> None:
+    """The others are shown, the console has the error, and the stream is not asked for anew."""
+
+    def breaking(route: Any) -> None:
+        head = "export function showMoves({ tiers, transfer }, token) {"
+        text = route.fetch().text()
+        assert head in text
+        route.fulfill(body=text.replace(head, f"{head} if (window.breaks) null.links;"), content_type="text/javascript")
+
+    page, told, asked = browser.new_page(), list[str](), list[str]()
+    page.set_default_timeout(SECONDS)
+    page.on("console", lambda each: told.append(each.text))
+    page.on("request", lambda each: each.url.endswith("/v1/cache/live") and asked.append(each.url))
+    page.route("**/static/moves.js", breaking)
+    with LiveServer.echo() as live:
+        page.goto(live.summary["url"] + "/")
+        says(page, "state", "works")
+        page.evaluate("window.breaks = true")
+        says(page, "state", "Moves: this cannot be shown.")
+        _, answer = live.request("/v1/completions", {"prompt": "x", "max_tokens": 2})
+        page.locator(f'[data-id="{answer["id"]}"]').wait_for()
+        page.evaluate("window.breaks = false")
+        says(page, "state", "works")
+        assert len(asked) == 1 and any("TypeError" in each for each in told)
+    page.close()
+
+
+def test_attempts_that_fail_leave_no_stream_open(browser: Any) -> None:
+    page, asked, ended = browser.new_page(), list[Any](), list[Any]()
+    page.set_default_timeout(SECONDS)
+    for event, seen in (("request", asked), ("requestfailed", ended), ("requestfinished", ended)):
+        page.on(event, lambda each, seen=seen: each.url.endswith("/v1/cache/live") and seen.append(each))
+    with LiveServer.echo() as live, LiveRouter([live]) as router:
+        page.route("**/health", lambda route: route.abort())
+        page.goto(router.summary["url"] + "/")
+        says(page, "state", "does not answer")
+        while len(asked) < 3:
+            page.wait_for_timeout(200)
+        assert len(asked) - len(ended) <= 1, "a browser has six connections for a host"
+        page.unroute("**/health")
+        says(page, "state", "works")
+    page.close()
 
 
 def test_behind_a_router_it_says_whose_figures_it_shows(opened: Callable[..., Any]) -> None:

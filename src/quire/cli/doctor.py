@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rich.console import RenderableType
+from rich.text import Text
 
 from quire import __version__
 from quire.cli.report import Report, named_rows
@@ -185,9 +186,9 @@ def _shown(found: Mapping[str, Any]) -> Iterator[RenderableType]:
     ]
     yield named_rows(rows)
     for warning in found["warnings"]:
-        yield f"[yellow]Warning:[/yellow] {warning}"
+        yield Text.assemble(("Warning:", "yellow"), f" {warning}")
     if not found["warnings"]:
-        yield "[green]Nothing looks wrong.[/green]"
+        yield Text("Nothing looks wrong.", "green")
 
 
 # -- host memory and storage

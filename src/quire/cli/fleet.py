@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import typer
-from rich.console import Console
 
-from quire.cli.report import show_processes
+from quire.cli.report import Terminal, show_processes
 from quire.fleet.config import FleetConfig, RayConfig
 from quire.serve.config import ServerConfig
 
@@ -38,7 +37,7 @@ def fleet(fleet: FleetConfig, server: ServerConfig, ray: RayConfig, *, as_json: 
     check_ray()
     check_model(fleet)  # before the processes, each of which would refuse it
     logging.basicConfig(level=server.log_level.upper(), format=LOG_FORMAT)
-    console = Console(stderr=True)
+    console = Terminal(stderr=True)
     starting = console.status(f"Starting Ray for {fleet.model_name} ...")
     if not as_json:
         starting.start()

@@ -6,8 +6,7 @@ import json
 import sys
 from dataclasses import asdict
 
-from rich.console import Console
-
+from quire.cli.report import Terminal
 from quire.engine.config import EngineConfig
 from quire.settings.setting import Settings, setting
 
@@ -37,7 +36,7 @@ def generate(question: Question, engine: EngineConfig, *, as_json: bool) -> None
         seed=question.sampling_seed, **question.model_dump(exclude={"prompt", "chat", "sampling_seed"})
     )
     text = sys.stdin.read() if question.prompt == "-" else question.prompt
-    with Console(stderr=True).status(f"Loading {engine.model_name} ..."):
+    with Terminal(stderr=True).status(f"Loading {engine.model_name} ..."):
         from quire.engine.before_load import check_model
 
         check_model(engine)  # before the imports that take seconds

@@ -27,7 +27,7 @@ def plan_panel(found: Mapping[str, Any], title: str) -> Panel:
     verdict, style = ("fits", "green") if found["fits"] else ("does not fit", "red")
     if found["fits"] and found["hisparse"] and found["hisparse"]["gain"]["loses"]:
         verdict, style = "loses: leave hisparse out", "red"
-    return panel(Group(*parts), f"{title} [{style}]{verdict}[/{style}]", style)
+    return panel(Group(*parts), Text.assemble((f"{title} ", "bold"), (verdict, f"bold {style}")), style)
 
 
 def roles_panel(found: Mapping[str, Any]) -> Panel:

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from itertools import groupby
 from operator import attrgetter
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from quire.cli.report import drafts_remark, plain_table
+from quire.cli.report import Terminal, drafts_remark, plain_table
 from quire.plan.budget import counted, format_bytes
 from quire.sim.comparison import ReportProgress
 from quire.sim.replicas import ReplicasResult
@@ -272,7 +272,7 @@ class _Rate(ProgressColumn):
 @contextmanager
 def progress_bar(requests: int) -> Iterator[ReportProgress]:
     """A bar on the standard error stream, where that is a terminal, for runs of that many requests."""
-    console = Console(stderr=True)
+    console = Terminal(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Rate(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=requests)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -13,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.panel import Panel
+from rich.segment import Segment
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
@@ -23,6 +26,25 @@ from quire.settings.setting import Settings, setting
 
 EXIT_DEFECT = 1
 EXIT_INTERRUPTED = 130
+
+
+_CONTROLS = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
+
+
+class Terminal(Console):
+    """The console of reports, which show names of others: no `str` is markup, and control characters are left out."""
+
+    def __init__(self, *, stderr: bool = False) -> None:
+        super().__init__(highlight=False, markup=False, stderr=stderr)
+
+    def status(self, status: RenderableType, **more: Any) -> Status:
+        """What goes on, as a `with` block."""
+        return super().status(Text(status) if isinstance(status, str) else status, **more)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Its segments. Those that are the terminal's own controls stay."""
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else _CONTROLS.sub("", text), style, control)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +62,7 @@ class Report:
         if as_json:
             print(json.dumps(self.data))
         else:
-            console = Console(highlight=False)
+            console = Terminal()
             for part in self.shown():
                 console.print(part)
         if self.exit_code:
@@ -117,9 +139,10 @@ def named_rows(rows: Iterable[tuple[str, str | Text]]) -> Table:
     return table
 
 
-def panel(content: RenderableType, title: str, style: str = "none") -> Panel:
-    """A frame as wide as its content, with a title in bold."""
-    return Panel(content, title=f"[bold]{title}[/bold]", title_align="left", border_style=style, expand=False)
+def panel(content: RenderableType, title: str | Text, style: str = "none") -> Panel:
+    """A frame as wide as its content. A title that is a `str` is in bold."""
+    named = Text(title, "bold") if isinstance(title, str) else title
+    return Panel(content, title=named, title_align="left", border_style=style, expand=False)
 
 
 @contextmanager
@@ -160,7 +183,7 @@ def _show_error(error: QuireError, *, as_json: bool) -> None:
     if error.fix:
         text.append("\n\nFix: ", style="bold green")
         text.append(error.fix)
-    Console(stderr=True).print(Panel(text, title=f"[bold]{error.code}[/bold]", title_align="left", border_style="red"))
+    Terminal(stderr=True).print(Panel(text, title=Text(error.code, "bold"), title_align="left", border_style="red"))
 
 
 def show_processes(rows: Sequence[Mapping[str, Any]], model: str, console: Console, *, as_json: bool) -> None:

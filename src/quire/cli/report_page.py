@@ -88,7 +88,7 @@ def _module(name: str) -> str:
 def _told(shown: RenderableType) -> Iterator[dict[str, Any]]:
     """The parts of what a terminal shows."""
     if isinstance(shown, Panel):
-        yield {"kind": "heading", "text": _plain(str(shown.title or ""))}
+        yield {"kind": "heading", "text": _cell(shown.title or "")}
         yield from _told(shown.renderable)
     elif isinstance(shown, Group):
         yield from chain.from_iterable(map(_told, shown.renderables))
@@ -103,10 +103,6 @@ def _told(shown: RenderableType) -> Iterator[dict[str, Any]]:
 
 def _cell(shown: RenderableType) -> str:
     return shown.plain if isinstance(shown, Text) else str(shown)
-
-
-def _plain(text: str) -> str:
-    return Text.from_markup(text).plain
 
 
 # -- pictures

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
-from quire.cli.report import named_rows, panel, show_processes
+from quire.cli.report import Terminal, named_rows, panel, show_processes
 from quire.cluster.config import ClusterConfig
 from quire.engine.config import EngineConfig
 from quire.serve.config import ServerConfig
@@ -39,7 +39,7 @@ def serve(engine: EngineConfig, server: ServerConfig, *, as_json: bool) -> None:
     from quire.serve.server import serve as run
 
     logging.basicConfig(level=server.log_level.upper(), format=LOG_FORMAT)
-    console = Console(stderr=True)
+    console = Terminal(stderr=True)
     loading = console.status(f"Loading {engine.model_name} ...")
     if not as_json:
         loading.start()
@@ -82,7 +82,7 @@ def up(cluster: ClusterConfig, server: ServerConfig, *, as_json: bool) -> None:
 
     logging.basicConfig(level=server.log_level.upper(), format=LOG_FORMAT)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs each request, with health checks
-    console = Console(stderr=True)
+    console = Terminal(stderr=True)
     count = cluster.prefill + cluster.decode
     starting = console.status(f"Starting {count} engine{'s' if count > 1 else ''} of {cluster.model_name} ...")
     if not as_json:

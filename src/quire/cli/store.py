@@ -300,15 +300,17 @@ def _shown_verdict(data: dict[str, Any]) -> Iterator[RenderableType]:
         f"{data['gone']:,} gone meanwhile, {data['unread']:,} not read."
     )
     if data["unread"]:
-        yield "[bold red]Not all of it could be checked:[/bold red] the store did not give it out. Try again."
+        yield Text.assemble(
+            ("Not all of it could be checked:", "bold red"), " the store did not give it out. Try again."
+        )
     corrupt = data["corrupt"]
     if not corrupt:
-        sound = "[green]Every record that was read is what its header says.[/green]"
+        sound = Text("Every record that was read is what its header says.", "green")
         yield sound if data["records"] else "There was nothing to check."
         return
     defects = Counter(found["defect"] for found in corrupt).most_common()
     by_defect = ", ".join(f"{count:,} by {defect}" for defect, count in defects)
-    yield f"[bold red]{len(corrupt):,} corrupt:[/bold red] {by_defect}; {data['removed']:,} removed."
+    yield Text.assemble((f"{len(corrupt):,} corrupt:", "bold red"), f" {by_defect}; {data['removed']:,} removed.")
     for found in corrupt[:_MOST_LISTED]:
         yield Text(f"  {found['defect']:7} {found['key']}", style="dim", overflow="ignore", no_wrap=True)
     if len(corrupt) > _MOST_LISTED:
@@ -443,7 +445,8 @@ def _shown_removals(data: dict[str, Any]) -> Iterator[RenderableType]:
         f"{format_bytes(data['chosen_bytes'])}."
     )
     if not data["dry_run"]:
-        yield (
-            f"[green]{data['removed']:,} removed[/green], and {data['reclaimed']:,} that dead writers had prepared; "
-            f"the disk has {format_bytes(data['freed_bytes'])} of it back."
+        yield Text.assemble(
+            (f"{data['removed']:,} removed", "green"),
+            f", and {data['reclaimed']:,} that dead writers had prepared; "
+            f"the disk has {format_bytes(data['freed_bytes'])} of it back.",
         )

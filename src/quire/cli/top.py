@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from quire.cli.report import Report, plain_table
+from quire.cli.report import Report, Terminal, plain_table
 from quire.cli.server import DEFAULT_URL, Server, ServerAddress
 from quire.counters import Histogram
 from quire.errors import InvalidInput, QuireError
@@ -66,7 +66,7 @@ def top(where: ServerAddress, watched: Watched, *, as_json: bool) -> Report | No
         time.sleep(watched.every)
         found = rows_of(look(server), before)
         return Report({"url": server.url, "processes": found}, lambda: [shown(server.url, found)])
-    console = Console(highlight=False)
+    console = Terminal()
     if not console.is_terminal:
         raise InvalidInput("the output is no terminal.", fix="add --once, or --json.")
     with Live(console=console, screen=True, auto_refresh=False) as live:

@@ -7,6 +7,7 @@ const LONGEST_PAUSE_MS = 5000;
 
 let key = "";
 let stream = null;
+let turn = 0; // of `follow`: an earlier one ends when it sees a later
 let server = null; // behind a router: whose figures are shown,
 let chosen = ""; // and whose are asked for, "" for any
 const sections = new Sections(ask);
@@ -48,16 +49,26 @@ async function showServer(name) {
     make("option", { value: each.name, selected: each.name === server }, `${each.name} · ${each.url}`)));
 }
 
+// A page that was open while its server was changed has old scripts: what they cannot draw is named, the rest is drawn.
 function take(name, found) {
-  if (name === "begin") sections.begin(found);
-  else {
-    sections.show(found);
-    const { status, reason, stuck } = found.health;
-    const why = reason ?? stuck?.join("; ");
-    state(status === "ok" ? "The engine works." : `${status}: ${why}`, status !== "ok");
-  }
+  const parts = Object.entries(name === "begin" ? { "What is served": () => sections.begin(found) } : sections.parts(found));
+  const wrong = parts.filter(([, draw]) => {
+    try {
+      draw();
+      return false;
+    } catch (error) {
+      console.error(error);
+      return true;
+    }
+  });
+  if (wrong.length) return state(`${wrong.map(([each]) => each).join(", ")}: this cannot be shown. Reload the page.`, true);
+  if (name === "begin") return;
+  const { status, reason, stuck } = found.health;
+  const why = reason ?? stuck?.join("; ");
+  state(status === "ok" ? "The engine works." : `${status}: ${why}`, status !== "ok");
 }
 
+// Until the end, or until a router says that its server has ended.
 async function read(body) {
   let pending = "";
   for await (const chunk of pieces(body.pipeThrough(new TextDecoderStream()).getReader())) {
@@ -66,7 +77,9 @@ async function read(body) {
       const lines = pending.slice(0, end).split("\n");
       const data = lines.find((line) => line.startsWith("data: "));
       const name = lines.find((line) => line.startsWith("event: "))?.slice(7) ?? "";
-      if (data) take(name, JSON.parse(data.slice(6)));
+      const found = data && JSON.parse(data.slice(6));
+      if (found?.error) return;
+      if (found) take(name, found);
     }
   }
 }
@@ -75,14 +88,21 @@ async function* pieces(reader) {
   for (let piece; !(piece = await reader.read()).done; ) yield piece.value;
 }
 
-// Until a key is needed, the page is hidden, or another connection takes its place. `pause` grows while none can be made.
-async function follow() {
+function stop() {
+  turn += 1;
   stream?.abort();
-  const own = (stream = new AbortController());
-  for (let pause = 500; !own.signal.aborted; pause = Math.min(2 * pause, LONGEST_PAUSE_MS)) {
+}
+
+// Until a key is needed, the page is hidden, or another connection takes its place. `pause` grows while none can be made.
+// Each answer is aborted before the next is asked for: a browser has few connections for a host.
+async function follow() {
+  stop();
+  const own = turn;
+  for (let pause = 500; own === turn; pause = Math.min(2 * pause, LONGEST_PAUSE_MS)) {
+    const attempt = (stream = new AbortController());
     try {
       const asked = chosen ? `?server=${encodeURIComponent(chosen)}` : "";
-      const answer = await fetch(`/v1/cache/live${asked}`, { headers: headers(), signal: own.signal });
+      const answer = await fetch(`/v1/cache/live${asked}`, { headers: headers(), signal: attempt.signal });
       if (answer.status === 401) return wantKey(key ? "This key is wrong." : "This server asks for a key.");
       if (answer.status === 403) return wantKey("This key is not the operator's.");
       if (answer.ok) {
@@ -93,8 +113,10 @@ async function follow() {
         await read(answer.body);
       }
     } catch (error) {
-      if (own.signal.aborted) return;
-      if (!(error instanceof TypeError)) console.error(error);
+      if (own !== turn) return;
+      if (!(error instanceof TypeError)) console.error(error); // fetch's own, as what draws has caught its errors
+    } finally {
+      attempt.abort();
     }
     state("The server does not answer. Trying again.", true);
     await new Promise((resolve) => setTimeout(resolve, pause));
@@ -113,5 +135,5 @@ find("server-name").addEventListener("change", (changed) => {
   follow();
 });
 
-document.addEventListener("visibilitychange", () => (document.hidden ? stream?.abort() : follow()));
+document.addEventListener("visibilitychange", () => (document.hidden ? stop() : follow()));
 follow();

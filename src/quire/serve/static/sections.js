@@ -45,16 +45,21 @@ export class Sections {
     showPlan(facts);
   }
 
-  show(now) {
+  // What draws each section.
+  parts(now) {
     const { counters } = now;
-    if (now.point && now.point.at !== this.last?.at) this.point(now.point);
-    this.showNow(now);
-    showMemory(counters, this.facts);
-    showHits(counters);
-    this.prompts.show(now.requests, counters.page_size);
-    showMoves(counters, this.facts.bytes_per_token);
-    showChecks(now);
-    for (const chart of Object.values(this.charts)) chart.draw();
+    return {
+      Now: () => {
+        if (now.point && now.point.at !== this.last?.at) this.point(now.point);
+        this.showNow(now);
+      },
+      Memory: () => showMemory(counters, this.facts),
+      Hits: () => showHits(counters),
+      Requests: () => this.prompts.show(now.requests, counters.page_size),
+      Moves: () => showMoves(counters, this.facts.bytes_per_token),
+      Checks: () => showChecks(now),
+      Charts: () => Object.values(this.charts).forEach((chart) => chart.draw()),
+    };
   }
 
   point(point) {
