@@ -31,10 +31,10 @@ def whole_leaves_go(patch: Patch) -> None:
 def floors_are_lent_to_leases(patch: Patch) -> None:
     real = Tenants.refusal
 
-    def refusal(tenants: Tenants, wanted: Any, soft: Any = None, *, begins: bool = False) -> str:
+    def refusal(tenants: Tenants, wanted: Any, freed: Any = None, *, begins: bool = False) -> str:
         terms = tenants.terms
         tenants.terms, tenants._limits = [each.changed({"floor": "0"}) for each in terms], {}
-        found = real(tenants, wanted, soft, begins=begins)
+        found = real(tenants, wanted, freed, begins=begins)
         tenants.terms, tenants._limits = terms, {}
         return found
 
@@ -138,7 +138,7 @@ def leases_are_not_counted(patch: Patch) -> None:
 
 @mutant("tenants", "the tenant that came first gets all turns")
 def weights_do_not_count(patch: Patch) -> None:
-    patch.setattr(Tenants, "charge", lambda tenants, namespace, num_tokens: None)
+    patch.setattr(Tenants, "charge", lambda tenants, namespace, num_tokens, **begins: None)
 
 
 @mutant("tenants", "a tenant that was away for long keeps all others out when it comes back")
@@ -146,7 +146,7 @@ def who_was_away_saves_turns(patch: Patch) -> None:
     real = Tenants.take_turns
 
     def take_turns(tenants: Tenants, queues: Any, cost: Any) -> Any:
-        tenants._turns.waiting = set(queues)
+        tenants._turns.now = 0.0
         return real(tenants, queues, cost)
 
     patch.setattr(Tenants, "take_turns", take_turns)

@@ -23,12 +23,23 @@ class TenantGrowth(Growth):
         super().__init__(*given)
         self._tenants = tenants
         self._claims: Lengths = np.zeros((0, 0), dtype=np.int64)  # frames that are asked for, by group and tenant
+        self._all_end = False  # what any tenant keeps may end
 
     def reclaim(self, wanted: Sequence[int], cause: str, pages: Sequence[Ids] = ()) -> None:
-        """As `Growth.reclaim`. Without `pages` no tenant asks, and each loses first what it has above its floor."""
+        """As `Growth.reclaim`. Without `pages` no tenant asks: what each has above its floor goes first, and what
+        sessions and retentions keep below it only where that is not enough."""
         of = pages or [NO_PAGES] * len(self._parts.groups)
         self._claims = self._tenants.pages_by([*of, of[0]])
-        super().reclaim(wanted, cause, pages)
+        try:
+            super().reclaim(wanted, cause, pages)
+        except OutOfPages:
+            if pages:
+                raise
+            self._all_end = True
+            try:
+                super().reclaim(wanted, cause)
+            finally:
+                self._all_end = False
         if not pages:
             super()._evict(wanted, 0, cause)
 
@@ -46,11 +57,16 @@ class TenantGrowth(Growth):
     def _short(self, wanted: Sequence[int], num_new: int) -> OutOfPages | None:
         free = self._parts.pages.num_free_pages
         why, self._lack_pages = self._tenants.refusal(self._claims), self._tenants.lack_pages
-        return self._tenants.out_of_pages(num_new, free, why) if why else super()._short(wanted, num_new)
+        if self._all_end:
+            self._tenants.over = np.ones_like(self._tenants.over)
+        elif why:
+            return self._tenants.out_of_pages(num_new, free, why)
+        return super()._short(wanted, num_new)
 
     def _evict(self, wanted: Sequence[int], num_new: int, cause: str) -> None:
         """Tenants that would pass their ceilings lose idle pages of their own, and then all what they may lose."""
-        tenants, claims, before = self._tenants, self._claims, -1
+        tenants, claims = self._tenants, self._claims
+        before: int | None = None
         try:
             tenants.begin_eviction()
             while before != (before := self._num_out()) and (found := next(tenants.overflows(), None)) is not None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -70,11 +70,11 @@ class Account:
 
 @dataclass(slots=True)
 class Turns:
-    """Weighted fair queueing: the tokens of each tenant's requests divided by its weight, and how far the queue is."""
+    """Weighted fair queueing: tokens of each tenant's requests divided by its weight; `now` is what it was before the
+    last one that began."""
 
     spent: list[float]
     now: float = 0.0
-    waiting: set[int] = field(default_factory=set)
 
 
 class Tenants(TenantShares):
@@ -327,16 +327,16 @@ class Tenants(TenantShares):
         self.granted(wanted)
         return bool(refused) or bool((self.used + units > ceilings).any())
 
-    def refusal(self, wanted: Lengths, soft: Lengths | None = None, *, begins: bool = False) -> str:
+    def refusal(self, wanted: Lengths, freed: Lengths | None = None, *, begins: bool = False) -> str:
         """Why these frames, by group and tenant, cannot be had even if all is evicted that may be; "" if they can. Idle
-        are also `soft` retentions, pages by tenant. What a smaller size will not have is only for requests that run,
+        are also units that would be `freed`. What a smaller size will not have is only for requests that run,
         and not for one that `begins`. Says who is `over`, and what each may lose."""
         self._look()
         self._wanted = self._strides @ wanted
         floors, ceilings = self.limits()
         after = self.used - self.idle + self._wanted
-        if soft is not None:
-            after -= np.array([each.per_page for each in self._accounts])[:, None] * soft
+        if freed is not None:
+            after -= freed
         beyond = (after > ceilings) & (self._wanted > 0)
         if beyond.any():
             self.over = np.logical_or.reduce(beyond)
@@ -484,11 +484,9 @@ class Tenants(TenantShares):
         of admissions begins."""
         turns = self._turns
         self._passed, self._is_short = [False] * len(self.terms), False
-        for tenant in queues.keys() - turns.waiting:
+        for tenant in queues:  # who was away, or could not begin, has saved nothing
             turns.spent[tenant] = max(turns.spent[tenant], turns.now)
-        turns.waiting = set(queues)
         spent, order = {tenant: turns.spent[tenant] for tenant in queues}, list[R]()
-        turns.now = max(turns.now, min(spent.values(), default=turns.now))
         while spent:
             tenant = min(spent, key=lambda each: (spent[each], each))
             order.append(queues[tenant].popleft())
@@ -497,16 +495,23 @@ class Tenants(TenantShares):
                 del spent[tenant]
         return order
 
-    def charge(self, namespace: Namespace, num_tokens: int) -> None:
-        """A request of this namespace took so many tokens of steps."""
-        tenant = self.number(namespace)
-        self._turns.spent[tenant] += num_tokens / self.terms[tenant].weight
+    def charge(self, namespace: Namespace, num_tokens: int, *, begins: bool = False) -> None:
+        """A request of this namespace takes so many tokens of steps, now that it `begins` or after it."""
+        tenant, turns = self.number(namespace), self._turns
+        if begins:
+            turns.now = max(turns.now, turns.spent[tenant])
+        turns.spent[tenant] += num_tokens / self.terms[tenant].weight
 
     def objection(self, namespace: Namespace, wanted: Lengths, soft: Lengths, more: int) -> str | None:
         """Why a request with these claims, by group and tenant, does not begin now; "" if its tenant allows it, or
         would if `more` pages were idle. None: it is within its tenant's floor, so it has room."""
         tenant = self.number(namespace)
-        refused = self.refusal(wanted, soft + more * self.over, begins=True)
+        over = self.over
+        freed = np.array([each.per_page for each in self._accounts])[:, None] * soft
+        freed = freed + self._strides.sum(axis=1)[:, None] * (more * over)
+        refused = self.refusal(wanted, freed, begins=True)
+        if more:  # what if: whose rows may end for it was answered before
+            self.over = over
         floors, _ = self.limits()
         if ((self.used - self.idle + self._wanted)[:, tenant] <= floors[:, tenant]).all():
             return None

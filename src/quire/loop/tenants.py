@@ -71,7 +71,7 @@ class TenantsPart(Part):
             use = self.tenants.uses[self.tenants.number(request.namespace)]
             use.prompt_tokens += request.num_prompt_tokens
             use.hit_tokens += request.num_cached
-            self.tenants.charge(request.namespace, request.num_tokens - request.num_cached)
+            self.tenants.charge(request.namespace, request.num_tokens - request.num_cached, begins=True)
 
     def ended(self, request: Request, end: End, error: Exception | None) -> None:
         self.tenants.charge(request.namespace, request.num_outputs)

@@ -311,12 +311,12 @@ class Prefetch:
             try:
                 if fetched is None:
                     taken = pages.alloc_pages(end - first)
-                    tree.tenants.got_pages(taken, self.hold.path.node.tenant)
                 else:
                     taken = fetched[1][(fetched[0] >= first) & (fetched[0] < end)]
             except OutOfPages:
                 self.stopped = True
                 return first
+            tree.tenants.got_pages(taken, self.hold.path.node.tenant)
             size = self.parts.plan.page_size
             inserted = tree.graft(self.hold.path, self.tokens[first * size : end * size], taken)
             if fetched is None and len(inserted.duplicates):
