@@ -145,6 +145,7 @@ class EndPool(IdPool):
     def _occupy(self, places: IdArray) -> None:
         if not len(places):
             return
+        assert int(places[-1]) < len(self._used), "a place beyond the arena"
         self._used[places] = True
         self._num_used += len(places)
         self._first_free = int(places[-1]) + 1
