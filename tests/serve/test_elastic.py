@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -14,6 +15,10 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from quire.cli.app import app
+from quire.client.async_engine import AsyncEngine
+from quire.client.process import Core
+from quire.engine.config import engine_config
+from quire.scheduler.sampling_params import SamplingParams
 from tests.serve.live_server import LiveServer
 
 MIB = 2**20
@@ -160,3 +165,25 @@ def test_other_bodies_are_refused(live: LiveServer) -> None:
         status, answer = live.request("/v1/cache/resize", body)
         assert status == 400 and answer["error"]["message"], answer
     assert psutil.pid_exists(live.process.pid)
+
+
+def test_released_memory_is_no_fault_of_the_engine() -> None:
+    """What was sent waits until the memory is resumed, for longer than a stall may last, and says why."""
+
+    async def check() -> None:
+        config = engine_config(model="quire-bundled", kv_memory="1MiB..4MiB", max_model_len=512)
+        engine = await AsyncEngine.start(config, stall_after_s=0.5)
+        try:
+            assert (await engine.ask(Core.release_memory, 0.0)).done
+            waiting = asyncio.create_task(anext(engine.generate("Emma", SamplingParams(max_tokens=1))))
+            deadline = time.monotonic() + 60
+            while "released" not in (await engine.statistics())["waiting_reason"]:
+                assert time.monotonic() < deadline, engine.last_statistics
+            await asyncio.sleep(1.5)
+            assert engine.health().healthy, engine.health()
+            await engine.ask(Core.resume_memory, 0.0)
+            await waiting
+        finally:
+            await engine.shutdown()
+
+    asyncio.run(check())

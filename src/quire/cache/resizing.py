@@ -46,6 +46,11 @@ class Resizing:
         return (0,) * len(self.plan.groups) if self.is_released else self.plan.split
 
     @property
+    def why_nothing_fits(self) -> str:
+        """Why no request begins at all; "" if some may."""
+        return "the KV memory is released, until POST /v1/cache/memory/resume" if self.is_released else ""
+
+    @property
     def reached(self) -> bool:
         """Whether each group has the frames of the goal, and uses none beyond."""
         return all(self.extent(group.index) <= self.goal[group.index] for group in self._sized)

@@ -535,6 +535,9 @@ class Scheduler:
     def _fits(self, request: Request, begins: PrefixHit | RequestKV) -> bool:
         """Whether its whole known prompt fits, beside what is reserved for running requests and their next pages. If it
         does without rows of sessions, some of these end."""
+        if reason := self._cache.resizing.why_nothing_fits:
+            request.wait_reason = reason
+            return False
         plan, size = self._cache.plan, self._cache.page_size
         sessions, why_not = self._cache.sessions, self._cache.admission.why_not
         rows = self._rows.order
