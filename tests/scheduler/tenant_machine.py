@@ -100,6 +100,7 @@ class TenantMachine:
         self.owner: dict[int, int] = {}  # of each page, as last seen
         self.first: dict[tuple[Namespace, bytes], tuple[int, int]] = {}  # tenant and page of each cached prefix
         self.flight: FakeStep | None = None
+        self.given_up = 0  # rows of sessions that had ended for others before this turn
         self.freeing: set[int] = set()  # tenants of requests that have ended in this turn, whose own pages are free
         self.arrived = 0
         self.happened = Counter[str]()
@@ -116,7 +117,7 @@ class TenantMachine:
 
     def step(self, choices: Choices) -> None:
         """Something happens; all is checked."""
-        before = self.count()
+        before, self.given_up = self.count(), self.cache.sessions.totals.sessions_given_up
         asks, self.freeing = set(range(len(NAMES))), set()
         if len(self.open) < 10 and choices.chance(45 if self.open else 90):
             self.arrive(choices)
@@ -237,7 +238,7 @@ class TenantMachine:
             if not self.open and self.flight is None:
                 break
             self.now += 0.5
-            self.freeing = set()
+            self.freeing, self.given_up = set(), self.cache.sessions.totals.sessions_given_up
             before = self.count()
             self.check(before, self.turn(before))
         assert not self.happened["half changed"] + self.happened["refused without a reason"]
@@ -339,7 +340,12 @@ class TenantMachine:
                 lost = [k for k, own in before.cached.items() if own == tenant and at in before.frames[k]]
                 # A frame that goes with its page is counted in the room of pages.
                 lost = [k for k in lost if at not in now.frames.get(k, () if group.reach.whole else (at,))]
-                if not lost or group.reach.whole or tenant in self.freeing | asks:  # of pages see `check_evicted`
+                gave_way = (
+                    self.cache.sessions.totals.sessions_given_up > self.given_up
+                )  # a row that ended frees its own
+                if (
+                    not lost or gave_way or group.reach.whole or tenant in self.freeing | asks
+                ):  # of pages see `check_evicted`
                     continue
                 least = min(before.used[at][tenant], floors[tenant])
                 assert now.used[at][tenant] >= least, f"{NAMES[tenant]} lost what it is promised"
