@@ -61,6 +61,25 @@ def test_a_report_is_drawn_and_axe_finds_nothing_serious(browser: Any, run: Run,
     assert wrong == []
 
 
+def test_a_value_stays_until_it_changes(browser: Any, tmp_path: Path) -> None:
+    """Where nothing happens for a while, the line is level: half-way to the next point nothing is drawn between."""
+    series = [{"name": "held", "color": "host", "values": [0, 0, 100, 100], "fills": True}]
+    pictures = [chart("pool", "seconds", [0, 1, 60, 61], series, unit=" %", most=100)]
+    path, wrong = tmp_path / "page.html", list[str]()
+    path.write_text(page_of(Report(None, lambda: ["a"], pictures=lambda: pictures), "a"))
+    page = opened(browser, path, wrong)
+    page.wait_for_selector("canvas")
+    inked = page.evaluate("""() => {
+        const canvas = document.querySelector("canvas"), plot = canvas.parentElement.querySelector(".u-over");
+        const scale = canvas.width / canvas.clientWidth;
+        const at = plot.getBoundingClientRect(), all = canvas.getBoundingClientRect();
+        const column = canvas.getContext("2d").getImageData(
+            (at.x - all.x + at.width * 0.93) * scale, (at.y - all.y) * scale, 1, at.height * scale).data;
+        return [...column.keys()].filter((each) => each % 4 === 3 && column[each] > 80).length / (at.height * scale);
+    }""")
+    assert inked < 0.2 and wrong == []
+
+
 def test_names_are_no_markup(browser: Any, tmp_path: Path) -> None:
     series = [{"name": HOSTILE, "color": "host striped", "values": [1, 2]}]
     pictures = [bar(HOSTILE, [(HOSTILE, 3, "new striped")]), chart(HOSTILE, "seconds", [0, 1], series)]

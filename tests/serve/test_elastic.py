@@ -33,6 +33,7 @@ def run(*arguments: str) -> Result:
 @pytest.fixture(scope="module")
 def live() -> Iterator[LiveServer]:
     options = ("--kv-memory", "4MiB..320MiB", "--host-memory", "256MiB", "--load", "always", "--max-model-len", "2048")
+    options += ("--stall-after", "2")
     with LiveServer.quire("--model", "quire-bundled", "--dtype", "float32", *options) as server:
         yield server
 
@@ -111,8 +112,10 @@ def test_what_was_cached_is_found_on_the_host_after_a_release(live: LiveServer) 
     waiting: list[tuple[list[int], int]] = []
     thread = threading.Thread(target=lambda: waiting.append(complete(live, 0)))
     thread.start()
-    time.sleep(0.5)
+    time.sleep(4)
     assert not waiting and asked(live, "/v1/cache/statistics")["waiting_requests"] == 1
+    health = asked(live, "/health")
+    assert health["status"] == "degraded" and "is released" in health["stuck"][0], "longer than --stall-after"
     found = asked(live, "/v1/cache/memory/resume", {})
     assert found["done"] and not found["released"] and found["device"]["reached"] > MOST - MIB
     thread.join(30)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, overload
 import msgspec
 import numpy as np
 
-from quire.client.health import EngineHealth, stuck
+from quire.client.health import EngineHealth, is_released, stuck
 from quire.client.output import SequenceDelta
 from quire.client.process import VERBS, BuildCore, Core, EngineProcess, Progress, build_engine_core
 from quire.client.request_assembler import RequestAssembler
@@ -450,7 +450,7 @@ class AsyncEngine:
 
     def _on_beat(self, beat: Beat) -> None:
         self.last_statistics = self.facts | beat.counters
-        if beat.progress != self._progress or not self._streams:
+        if beat.progress != self._progress or not self._streams or is_released(beat.counters):
             self._progress_s = time.monotonic()
         self._progress, self._has_work = beat.progress, beat.has_work
         self.on_beat()

@@ -10,7 +10,8 @@ from typing import Any
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineHealth:
     """Whether requests can progress; if not, why not. `stuck` is what does not work meanwhile: lanes between tiers, the
-    store, peers. Requests are answered without them. The `detail` is the operator's: it may name requests."""
+    store and peers, without which requests are answered, and memory that is released: they wait. The `detail` is the
+    operator's: it may name requests."""
 
     healthy: bool
     reason: str = ""
@@ -28,9 +29,16 @@ class EngineHealth:
         return {"status": "degraded", "stuck": list(told)}
 
 
+def is_released(statistics: dict[str, Any]) -> bool:
+    """Whether an operator has taken the KV memory, so that all requests wait."""
+    return statistics.get("kv_asked_bytes") == 0
+
+
 def stuck(statistics: dict[str, Any]) -> Iterator[str]:
     """What does not work, by the last heartbeat, and why."""
     tiers, transfer = statistics.get("tiers") or {}, statistics.get("transfer") or {}
+    if is_released(statistics):
+        yield "memory: it is released, and all requests wait until it is resumed"
     for lane, seconds in tiers.get("stuck", {}).items():
         yield f"lane {lane}: something is in flight, and nothing has ended for {seconds:.0f} s"
     for kind in tiers.get("store_lost", ()):

@@ -52,7 +52,7 @@ export class Chart {
     const [hue, striped] = color.split(" ");
     const stroke = css(`--c-${hue}`);
     return {
-      label: name, stroke, width: 2, dash: striped && [6, 4], points: { show: Boolean(this.x.dots) }, fill: fills && `${stroke}60`,
+      label: name, stroke, width: 2, paths: this.x.stepped && uPlot.paths.stepped({ align: 1 }), dash: striped && [6, 4], points: { show: Boolean(this.x.dots) }, fill: fills && `${stroke}60`,
       value: (_, value, __, place) => one((place === null ? this.data[at + 1].at(-1) : value) ?? null) + this.unit,
     };
   }

@@ -4,7 +4,8 @@ import { Chart } from "./charts.js";
 import { bar, bytes, count, find, make, one, table } from "./dom.js";
 import { causesBar, ledgerBars, strip } from "./parts.js";
 
-const SECONDS = { name: "after", said: (at) => (at === undefined ? "-" : `${one(at)} s`), scale: { time: false } };
+// Points of change: a value stays until the next one.
+const SECONDS = { name: "after", stepped: true, said: (at) => (at === undefined ? "-" : `${one(at)} s`), scale: { time: false } };
 
 // Few places, each with a dot and a tick.
 const few = (name, places) => ({ name, dots: true, said: count, scale: { time: false, distr: 3, log: 2 }, axis: { splits: () => places, filter: (_, at) => at } });
