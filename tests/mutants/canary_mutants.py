@@ -15,6 +15,7 @@ from quire.canary import chain as chains
 from quire.canary import digest
 from quire.canary.budget import Budget
 from quire.canary.canary import Canary
+from quire.canary.chain import Words
 from quire.canary.containment import Containment
 from quire.canary.digest import FrameDigests
 from quire.canary.stamps import Stamps
@@ -85,9 +86,10 @@ def nothing_is_swept(patch: Patch) -> None:
 
 @mutant("canary", "requests that cache their pages in one step get each other's: hits are reported as wrong prefixes")
 def pages_of_a_step_are_of_its_first_request(patch: Patch) -> None:
-    patch.setattr(
-        canary_module, "next_chains", lambda before, tokens, firsts: chains.next_chains(before, tokens[:1], firsts)
-    )
+    def of_the_first(before: Words, tokens: Ids, firsts: Words) -> Words:
+        return chains.next_chains(before, np.broadcast_to(tokens[:1], tokens.shape), firsts)
+
+    patch.setattr(canary_module, "next_chains", of_the_first)
 
 
 @mutant("canary", "a page that a step caches beside others is said to be written by another request")
