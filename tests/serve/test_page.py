@@ -104,6 +104,12 @@ class Viewer:
             self.text += read
         return [json.loads(each) for each in re.findall(r"^data: (.*)$", self.text, re.MULTILINE)[:count]]
 
+    def first(self) -> str:
+        """What comes at once, the head apart."""
+        while "\r\n\r\n" not in self.text or self.text.endswith("\r\n\r\n"):
+            self.text += self._socket.recv(1 << 16).decode()
+        return self.text
+
     def rest(self) -> str:
         """Everything until the server closes."""
         while read := self._socket.recv(1 << 16).decode():
@@ -158,6 +164,27 @@ def test_events_are_made_once_for_all(echo: LiveServer) -> None:
     assert len(made) <= 2 * (seconds + 1), "at most one in half a second"
 
 
+def test_pages_are_so_many_at_most_and_one_that_leaves_makes_room() -> None:
+    with LiveServer.echo() as live:
+        viewers = [Viewer(live) for _ in range(64)]
+        for viewer in viewers:
+            viewer.events(1)
+        status, answer = live.request("/v1/cache/live")
+        assert status == 429 and answer["error"]["message"].startswith("64 pages look at this server.")
+        assert live.request("/health")[0] == 200
+        viewers[0].close()
+        deadline = time.monotonic() + 30
+        while True:
+            viewers[0] = Viewer(live)
+            if "event: begin" in viewers[0].first():
+                break
+            viewers[0].close()
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        for viewer in viewers:
+            viewer.close()
+
+
 def test_viewers_that_read_nothing_hold_neither_the_engine_nor_its_end() -> None:
     with LiveServer.echo() as live:
         viewers = [Viewer(live, "") for _ in range(20)]
@@ -197,8 +224,24 @@ def test_a_server_of_many_requests_tells_of_the_last_ones() -> None:
     for number in range(10_000):
         live.ended({"id": f"r{number}"})
         live.beat()
+    assert len(live._points) < 100, "at most a point a second"
     now = live._now()
     assert len(now) < 20_000 and b"r9999" in now and b"r9000" not in now
+
+
+def test_points_are_of_ten_minutes_and_latencies_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr("quire.serve.live.time", SimpleNamespace(monotonic=lambda: clock.now, time=lambda: clock.now))
+    engine, counters = SimpleNamespace(last_statistics={}), ServerCounters()
+    live = Live(cast(Any, engine), counters, model_name="m")
+    seen = []
+    for second in range(700):
+        counters.first_token_s.observe(100.0 if second < 5 else 0.01)
+        live.beat()
+        seen.append(live._points[-1]["latencies"]["first"][1])
+        clock.now += 1
+    assert len(live._points) == 600 and live._points[0]["at"] == 1100.0
+    assert seen[30] > 50 and max(seen[70:]) < 0.1, "slow requests are told of for a minute"
 
 
 def test_another_plan_is_that_of_quire_plan(tiny_model: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from quire import __version__
 from quire.client.async_engine import AsyncEngine
+from quire.errors import Overloaded
 from quire.observe.metrics import ServerCounters
 from quire.serve.sse import event
 
@@ -24,6 +25,7 @@ EVERY_S = 1.0
 _LASTS_S = EVERY_S / 2  # an event, for viewers that come after it was made
 _POINTS = 600
 _REQUESTS = 50
+_MOST_VIEWERS = 64  # each has one of the server's connections for as long as it looks
 
 _POINT = ("running_requests", "waiting_requests", "usage", "prompt_tokens", "hit_tokens", "output_tokens")
 """Statistics of a point, beside its time, its tokens by cause, and the latencies of a minute."""
@@ -45,6 +47,7 @@ class Live:
         self._counts: deque[dict[str, list[int]]] = deque(maxlen=_MINUTE)  # at the points of a minute
         self._requests: deque[dict[str, Any]] = deque(maxlen=_REQUESTS)
         self._event = b""
+        self._num_viewers = 0
         engine.on_beat = self.beat
 
     def beat(self) -> None:
@@ -65,14 +68,23 @@ class Live:
         """A request has ended. What is told of it has no text."""
         self._requests.append(request | {"at": round(time.time(), 3)})
 
-    async def viewer(self) -> AsyncGenerator[bytes, None]:
+    def viewer(self) -> AsyncGenerator[bytes, None]:
         """The events for one viewer, until the server ends: what never changes and the last ten minutes, then what is
-        now, again and again."""
-        facts = {"model": self._model_name, "version": __version__, "facts": self._engine.facts}
-        yield event(facts | {"points": list(self._points)}, name=b"begin")
-        while not self._engine.is_draining:
-            yield self._now()
-            await asyncio.sleep(EVERY_S)
+        now, again and again. Raises Overloaded while too many look."""
+        if self._num_viewers >= _MOST_VIEWERS:
+            raise Overloaded(f"{_MOST_VIEWERS} pages look at this server.", fix="close one of them.")
+        return self._events()
+
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        self._num_viewers += 1
+        try:
+            facts = {"model": self._model_name, "version": __version__, "facts": self._engine.facts}
+            yield event(facts | {"points": list(self._points)}, name=b"begin")
+            while not self._engine.is_draining:
+                yield self._now()
+                await asyncio.sleep(EVERY_S)
+        finally:
+            self._num_viewers -= 1
 
     def _now(self) -> bytes:
         if time.monotonic() - self._made_at_s >= _LASTS_S:

@@ -99,12 +99,14 @@ async function follow() {
   stop();
   const own = turn;
   for (let pause = 500; own === turn; pause = Math.min(2 * pause, LONGEST_PAUSE_MS)) {
+    let why = "The server does not answer.";
     const attempt = (stream = new AbortController());
     try {
       const asked = chosen ? `?server=${encodeURIComponent(chosen)}` : "";
       const answer = await fetch(`/v1/cache/live${asked}`, { headers: headers(), signal: attempt.signal });
       if (answer.status === 401) return wantKey(key ? "This key is wrong." : "This server asks for a key.");
       if (answer.status === 403) return wantKey("This key is not the operator's.");
+      if (answer.status === 429) why = (await answer.json()).error.message;
       if (answer.ok) {
         pause = 500;
         find("key").hidden = true;
@@ -118,7 +120,7 @@ async function follow() {
     } finally {
       attempt.abort();
     }
-    state("The server does not answer. Trying again.", true);
+    state(`${why} Trying again.`, true);
     await new Promise((resolve) => setTimeout(resolve, pause));
   }
 }
