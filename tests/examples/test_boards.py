@@ -39,8 +39,13 @@ def test_each_metric_that_exists_is_in_the_dashboard() -> None:
     )
     ids = [panel["id"] for panel in panels(board)]
     assert len(ids) == len(set(ids)) > 50
-    places = [tuple(panel["gridPos"].values()) for panel in panels(board)]
-    assert len(places) == len(set(places)), "no panel is on another"
+    cells = [
+        (place["x"] + right, place["y"] + down)
+        for place in (panel["gridPos"] for panel in panels(board))
+        for right in range(place["w"])
+        for down in range(place["h"])
+    ]
+    assert len(cells) == len(set(cells)), "no panel is on another"
 
 
 def test_grafana_reads_the_dashboard() -> None:
