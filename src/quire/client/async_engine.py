@@ -344,8 +344,6 @@ class AsyncEngine:
                 healthy=False, reason=f"the engine has no work, and was not heard of for {silent_s:.0f} s."
             )
         waited_s = time.monotonic() - self._progress_s
-        if self.last_statistics.get("kv_asked_bytes") == 0:  # released: what was sent waits until it is resumed
-            waited_s = min(waited_s, silent_s)
         if self._streams and waited_s > self._stall_after_s:
             work = "has work but makes no progress" if self._has_work else "does not answer"
             limit = f"{len(self._streams)} sequences are open; the limit is {self._stall_after_s:g} s"
