@@ -117,9 +117,10 @@ class VllmEngine:
 
     def settle(self, seconds: float = 10.0) -> dict[str, Any]:
         """Step until the tiers have ended what they do. Returns whether they did in time."""
-        core, end = self._llm.llm_engine.engine_core.engine_core, time.monotonic() + seconds
+        engine, end = self._llm.llm_engine, time.monotonic() + seconds
+        core = engine.engine_core.engine_core
         while core.scheduler.has_requests() and time.monotonic() < end:
-            core.step_fn()
+            engine.step()  # which also hands the step's counters on
             time.sleep(0.001)
         return {"is_settled": not core.scheduler.has_requests()}
 

@@ -62,13 +62,15 @@ def test_why_a_prompt_was_not_found(run: Run, place: Path, tmp_path: Path) -> No
     log = engine.log
 
     def ask(scope: bytes, request: str, keys: list[tuple[bytes, int]], found: int) -> None:
-        log.looked_up(scope, request, [(key, at < found) for at, key in enumerate(keys)])
+        log.looked_up(scope, request, [(key, Answer.HIT if at < found else Answer.MISS) for at, key in enumerate(keys)])
 
     ask(engine.scope, "other-weights", [(NEW, 0), (PAGE, 0)], 1)
     ask(engine.scope, "never", [(make_key(3).page, 0)], 0)
     ask(engine.scope, "early", [(NEW, 0)], 0)
     assert engine.save([(NEW, 0), (make_key(4).page, 0)], [bytes(100)] * 2) == [Answer.HIT] * 2
     ask(engine.scope, "all", [(NEW, 0)], 1)
+    log.looked_up(engine.scope, "slow", [((NEW, 0), Answer.RETRY)])
+    log.looked_up(engine.scope, "aborted", [((NEW, 0), None)])
     engine.store.remove([StoreKey(engine.scope, make_key(4).page, 0)])
     ask(engine.scope, "evicted-0-1f", [(NEW, 0), (make_key(4).page, 0)], 1)
     engine.store.remove([StoreKey(engine.scope, NEW, 0)])
@@ -88,6 +90,8 @@ def test_why_a_prompt_was_not_found(run: Run, place: Path, tmp_path: Path) -> No
         "early": "later",
         "damaged": "bad",
         "all": "found",
+        "slow": "unanswered",
+        "aborted": "unanswered",
         "evicted-0-1f": "gone",
     }
     assert found["other-weights"][1].endswith(": weights")
@@ -106,9 +110,9 @@ def test_a_log_begins_anew_when_it_is_long(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("quire.connectors.lookup_log._MOST_BYTES", 1000)
     log = LookupLog(tmp_path / "log")
     for number in range(20):
-        log.looked_up(b"s" * 16, str(number), [((PAGE, 0), False)])
+        log.looked_up(b"s" * 16, str(number), [((PAGE, 0), Answer.MISS)])
     log.close()
-    log.looked_up(b"s" * 16, "closed", [((PAGE, 0), False)])
+    log.looked_up(b"s" * 16, "closed", [((PAGE, 0), Answer.MISS)])
     texts = [(tmp_path / name).read_text() for name in ("log.1", "log")]
     assert all(0 < len(text) < 1300 for text in texts)
     assert [json.loads(line)["request"] for line in texts[1].splitlines()][-1] == "19"

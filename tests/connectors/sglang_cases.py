@@ -99,14 +99,16 @@ def test_counters_are_among_those_of_sglang(extra: dict[str, Any], monkeypatch: 
     def value(name: str, **labels: str) -> float:
         return REGISTRY.get_sample_value(f"sglang:quire_{name}", labels) or 0.0
 
-    before = {name: value(f"{name}_total", pool="kv") for name in ("saved", "hits")}
+    before = {name: value(f"{name}_total", pool="kv") for name in ("saved", "hits", "misses")}
     with opened(Shape(), extra) as cache:
+        assert fetch(cache) == []
         store(cache)
         fetch(cache)
         assert cache.backend.get_stats() is None
         assert {name: value(f"{name}_total", pool="kv") - count for name, count in before.items()} == {
             "saved": PAGES,
             "hits": PAGES,
+            "misses": PAGES,
         }
         assert value("off") == 0
         monkeypatch.setattr(hicache, "weight_version", lambda: "new")
@@ -269,9 +271,10 @@ def test_weights_are_those_of_the_served_model(extra: dict[str, Any], model: Pat
     (moved / "model.safetensors").write_bytes(b"two")
     with opened(Shape(), extra) as cache:
         assert fetch(cache) == []
-    served(moved, load_format="dummy")
-    with pytest.raises(Exception, match="do not name the weights"):
-        HiCache(Shape(), "dynamic", extra)
+    for elsewhere in ("dummy", "remote_instance"):
+        served(moved, load_format=elsewhere)
+        with pytest.raises(Exception, match="do not name the weights"):
+            HiCache(Shape(), "dynamic", extra)
 
 
 def test_adapters_that_a_path_identifies_are_refused(extra: dict[str, Any], model: Path) -> None:

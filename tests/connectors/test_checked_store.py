@@ -274,6 +274,8 @@ def test_a_store_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     while any(threads.hang for threads in (engine._askers, engine._readers, engine._writers)):
         assert time.monotonic() < end
     assert store.inner.exists([StoreKey(engine.scope, key(2)[0], 0)]) == [MISS]
+    counts = engine.counts
+    assert (counts["hits"], counts["loaded_bytes"], counts["refused"], counts["expired"]) == (0, 0, 0, 8)
     engine._readers.rest = engine._writers.rest = job.Rest()
     assert loaded(engine, [key(1), key(2)]) == [payload(1), None]
     assert store.num_calls > calls and not any(map(any, buffers)) and not engine.bad
@@ -284,6 +286,17 @@ def test_a_store_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.submit_load([key(1)], [buffers[1]]).wait() == [RETRY]
     store.lets_go.set()
     assert hanging.wait() in ([HIT], [RETRY])
+
+
+def test_a_job_that_has_ended_says_so_while_its_late_thread_has_the_lock() -> None:
+    given_up = job.Job(lambda _: None, 1, 0.0)
+    assert given_up.poll() == [RETRY]
+    with given_up._changed:
+        found: list[object] = []
+        other = threading.Thread(target=lambda: found.append(given_up.poll()))
+        other.start()
+        other.join()
+    assert found == [[RETRY]]
 
 
 def check_hung_reads() -> None:

@@ -82,17 +82,18 @@ def test_a_step_is_one_batch_for_all_requests(lookups: Lookups, store: AskedStor
     assert until_answered(lookups, "two", KEYS[1:]) == [True, False, False]
     assert store.batches == [KEYS]
     assert lookups.num_missed == 3
-    assert dict(lookups.end("one")[1]) == {KEYS[0]: True, KEYS[1]: True, KEYS[2]: False}
+    assert dict(lookups.end("one")[1]) == {KEYS[0]: Answer.HIT, KEYS[1]: Answer.HIT, KEYS[2]: Answer.MISS}
     assert answers(lookups, "one", KEYS[:1]) == [None]  # a later request asks anew
 
 
 def test_what_could_not_be_loaded_is_missing_for_its_request(lookups: Lookups) -> None:
     until_answered(lookups, "one")
     until_answered(lookups, "two")
-    lookups.miss("one", KEYS[:1])
-    lookups.miss("none", KEYS[:1])
+    lookups.loaded("one", {KEYS[0]: Answer.RETRY})
+    lookups.loaded("none", {KEYS[0]: Answer.MISS})
     assert answers(lookups, "one") == [False, True, False, False]
     assert answers(lookups, "two") == [True, True, False, False]
+    assert lookups.end("one")[1][KEYS[0]] is Answer.RETRY and lookups.end("two")[1][KEYS[0]] is Answer.HIT
 
 
 def test_a_store_that_hangs_costs_one_deadline(lookups: Lookups, checked: CheckedStore, store: AskedStore) -> None:
@@ -104,11 +105,13 @@ def test_a_store_that_hangs_costs_one_deadline(lookups: Lookups, checked: Checke
     lookups.flush()
     assert answers(lookups, "two") == [False] * 4, "in the same step"
     assert checked.counts["expired"] == 8 and len(store.batches) == 1
+    assert lookups.num_missed == 0 and set(lookups.end("two")[1].values()) == {Answer.RETRY}, "it has not said so"
     store.is_open.set()
     end = time.monotonic() + SOON_S
     while checked._askers.hang and time.monotonic() < end:
         time.sleep(0.001)
     checked._askers.rest._until = 0.0
+    assert checked.counts["refused"] == 0, "each lookup is counted once"
     assert answers(lookups, "one") == [False] * 4  # what was said stays
     assert until_answered(lookups, "three") == [True, True, False, False]
 
@@ -138,4 +141,4 @@ def test_late_answers_change_nothing() -> None:
     lookups.flush()
     assert not jobs[0].tell(dict.fromkeys(range(4), Answer.HIT))
     lookups.flush()
-    assert answers(lookups, "one") == [False] * 4 and lookups.num_missed == 4
+    assert answers(lookups, "one") == [False] * 4 and lookups.num_missed == 0

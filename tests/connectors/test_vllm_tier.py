@@ -445,6 +445,14 @@ def test_a_bucket(llama: Path, alone: list[list[list[int]]], tmp_path: Path) -> 
     assert metrics["quire_hits"]
 
 
+def test_what_is_saved_after_the_last_token_is_counted(llama: Path, tmp_path: Path) -> None:
+    tier = quire_tier(f"slow://0.3{tmp_path}/store", save_share=1.0)
+    with engine(llama, tmp_path / "log", tier) as vllm:
+        run(vllm, SETS[0])
+        assert vllm.ask("settle")["is_settled"]
+        assert vllm.ask("metrics")["quire_saved"] == chunks(SETS[0])
+
+
 def eventually_hits(vllm: Worker, alone: list[list[list[int]]], sets: list[list[list[int]]] = SETS) -> None:
     """The tier serves again, within some deadlines."""
     before, end = vllm.ask("metrics").get("quire_hits", 0), time.monotonic() + 30
@@ -458,7 +466,7 @@ def eventually_hits(vllm: Worker, alone: list[list[list[int]]], sets: list[list[
     ("tier", "more", "said"),
     [
         ({}, {"prefix_caching_hash_algo": "xxhash"}, "draws a seed in each process"),
-        ({}, {"load_format": "dummy"}, "draws weights that no file identifies"),
+        ({}, {"load_format": "dummy"}, "has weights that no file of the model identifies"),
         ({"stor": "x"}, {}, "'stor' is not a setting"),
     ],
 )

@@ -55,11 +55,23 @@ def test_files_are_read_once(tmp_path: Path, kept: Path, monkeypatch: pytest.Mon
     assert weights_identity(path) == before
 
 
+def test_a_copied_snapshot_is_read(tmp_path: Path) -> None:
+    """Its name is a commit, and its files may have changed since."""
+    (tmp_path / "snapshots").mkdir()
+    copy = folder(tmp_path / "snapshots", "a" * 40)
+    before = weights_identity(copy)
+    folder(tmp_path / "snapshots", "a" * 40, b"other")
+    assert before.startswith("files:") and weights_identity(copy) != before
+
+
 def test_a_commit_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commit, other = "a" * 40, "b" * 40
     hub = tmp_path / "hub"
     snapshot = hub / "models--org--name" / "snapshots" / commit
     snapshot.mkdir(parents=True)
+    (hub / "models--org--name" / "blobs").mkdir()
+    (hub / "models--org--name" / "blobs" / "digest").write_bytes(b"weights")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/digest")
     (hub / "models--org--name" / "refs").mkdir()
     (hub / "models--org--name" / "refs" / "main").write_text(commit)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))

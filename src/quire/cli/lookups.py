@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _MEANINGS = {
     "found": "all of it was there",
+    "unanswered": "the store did not say in time, or the request ended before",
     "bad": "a record was there and bad, and was removed",
     "later": "stored since then",
     "other": "stored by an engine with other facts",
@@ -124,6 +125,8 @@ def _cause(
     missed, scope, since = lookup["missed"], lookup["scope"], lookup["since"]
     if missed is None:
         return "found", _MEANINGS["found"]
+    if lookup.get("unanswered"):
+        return "unanswered", _MEANINGS["unanswered"]
     first, last = log.saved.get((scope, missed), (since, 0.0))
     bad_at, defect = log.bad.get((scope, missed), (0.0, ""))
     if first < since and first < bad_at <= lookup["time"] and not bad_at < last < since:

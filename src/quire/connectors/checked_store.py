@@ -200,7 +200,8 @@ class CheckedStore:
                 except Exception:
                     logger.exception("a store raised")
                 threads.rest.told(job.answers)
-            self.counts.add(refused=job.answers.count(Answer.RETRY))
+            if not job.expired:
+                self.counts.add(refused=job.answers.count(Answer.RETRY))
 
         return Job(call, len(keys), **more)
 
@@ -246,12 +247,16 @@ class CheckedStore:
                         defects[at] = found
                     elif job.fill(places[at], targets[places[at]], content):
                         num_bytes += content.nbytes
+                    else:
+                        answers[at] = Answer.RETRY
             if defects:
                 answers = [Answer.MISS if at in defects else answer for at, answer in enumerate(answers)]
                 self._remove({own[at]: (defect, bytes(records[at][0][16:32])) for at, defect in defects.items()})
-            self.counts.add(hits=answers.count(Answer.HIT), misses=answers.count(Answer.MISS), loaded_bytes=num_bytes)
             others = {at: answer for at, answer in zip(places, answers, strict=True) if answer is not Answer.HIT}
-            if not job.tell(others):
+            is_told = job.tell(others)
+            misses = answers.count(Answer.MISS) if is_told else 0
+            self.counts.add(hits=answers.count(Answer.HIT), misses=misses, loaded_bytes=num_bytes)
+            if not is_told:
                 return
 
     def _remove(self, bad: Mapping[StoreKey, tuple[str, bytes]]) -> None:

@@ -64,11 +64,13 @@ class Job:
 
     def poll(self) -> list[Answer] | None:
         """The answers, if it has ended. Does not wait."""
+        if self._has_ended:  # also while its late thread has the lock
+            return self.answers
         if not self._changed.acquire(blocking=False):
             return None
         try:
             if not self._has_ended and time.monotonic() >= self._expires_at:
-                self._has_ended = self.expired = True
+                self.expired = self._has_ended = True
                 self._call = None  # and what it refers to, while it is in a queue
                 if self._counts is not None:
                     self._counts.add(expired=self.answers.count(Answer.RETRY))

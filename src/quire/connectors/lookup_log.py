@@ -1,6 +1,7 @@
 """LookupLog: a file of JSON lines that says what a connector looked up, loaded and saved; `quire explain` reads it.
 
-    {"time": 1.5, "since": 1.2, "scope": HEX, "request": ID, "part": 0, "asked": 12, "found": 9, "missed": KEY}
+    {"time": 1.5, "since": 1.2, "scope": HEX, "request": ID, "part": 0, "asked": 12, "found": 9, "missed": KEY,
+     "unanswered": false}
     {"time": 1.6, "scope": HEX, "bad": {KEY: "digest"}}
     {"time": 1.7, "scope": HEX, "saved": [KEY, ...]}
 
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import StoreError
-from quire.tiers.store import StoreKey
+from quire.tiers.store import Answer, StoreKey
 
 _MOST_BYTES = 64 << 20
 
@@ -39,18 +40,19 @@ class LookupLog:
             raise StoreError(f"the log of lookups '{self._path}' cannot be written: {error}.") from error
 
     def looked_up(
-        self, scope: bytes, request: str, answers: Iterable[tuple[tuple[bytes, int], bool | None]], since: float = 0.0
+        self, scope: bytes, request: str, answers: Iterable[tuple[tuple[bytes, int], Answer | None]], since: float = 0.0
     ) -> None:
-        """A request asked for keys, in the order of its prompt, and each was there or not. It began to ask at `since`,
-        in seconds of the wall clock; 0: now. A line for each part."""
-        by_part: dict[int, list[tuple[str, bool | None]]] = {}
-        for (page, part), is_there in answers:
-            by_part.setdefault(part, []).append((_name(page, part), is_there))
+        """A request asked for keys, in the order of its prompt. RETRY or None: the store has not said whether it is
+        there. It began to ask at `since`, in seconds of the wall clock; 0: now. A line for each part."""
+        by_part: dict[int, list[tuple[str, Answer | None]]] = {}
+        for (page, part), answer in answers:
+            by_part.setdefault(part, []).append((_name(page, part), answer))
         for part, asked in by_part.items():
-            missed = next((at for at, (_, is_there) in enumerate(asked) if not is_there), len(asked))
+            missed = next((at for at, (_, answer) in enumerate(asked) if answer is not Answer.HIT), len(asked))
             line = {"since": since or time.time(), "scope": scope.hex(), "request": request, "part": part}
-            name = asked[missed][0] if missed < len(asked) else None
-            self._write(line | {"asked": len(asked), "found": missed, "missed": name})
+            name, answer = asked[missed] if missed < len(asked) else (None, Answer.MISS)
+            more = {"asked": len(asked), "found": missed, "missed": name, "unanswered": answer is not Answer.MISS}
+            self._write(line | more)
 
     def bad(self, scope: bytes, defects: Mapping[StoreKey, str]) -> None:
         """Records that were found and are bad, by what is wrong."""

@@ -20,6 +20,9 @@ from quire.errors import InvalidInput
 
 KEPT = Path("~/.cache/quire/weights.json")
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
+# vLLM's and SGLang's load formats that read the model's files; others take weights from elsewhere.
+LOADED_FROM_FILES = {"auto", "hf", "safetensors", "pt", "npcache", "mistral", "gguf", "fastsafetensors", "layered"}
+LOADED_FROM_FILES |= {"instanttensor", "sharded_state", "runai_streamer", "runai_streamer_sharded", "bitsandbytes"}
 _COMMIT = re.compile("[0-9a-f]{40}")
 _READ_BYTES = 16 << 20
 
@@ -32,8 +35,7 @@ def weights_identity(model: str | Path, revision: str | None = None, hub: str | 
     Raises InvalidInput if there are none, or a name has no commit here."""
     path = Path(model).expanduser()
     if path.exists():
-        commit = path.resolve().name if path.is_dir() and path.resolve().parent.name == "snapshots" else ""
-        return f"commit:{commit}" if _COMMIT.fullmatch(commit) else _digest_of(path)
+        return f"commit:{path.resolve().name}" if path.is_dir() and _is_of_hub(path.resolve()) else _digest_of(path)
     commit = revision or "main"
     if not _COMMIT.fullmatch(commit):
         folder = Path(hub or _default_hub()).expanduser()
@@ -45,6 +47,13 @@ def weights_identity(model: str | Path, revision: str | None = None, hub: str | 
             fix="give the commit as the revision, the folder of the weights, or an identity of your own.",
         )
     return f"commit:{commit}"
+
+
+def _is_of_hub(path: Path) -> bool:
+    """Whether this is a snapshot of the Hub's cache, whose files are links to blobs that never change. A copy may."""
+    blobs, files = path.parent.parent / "blobs", [file for file in path.iterdir() if file.suffix in _WEIGHTS]
+    is_named = path.parent.name == "snapshots" and bool(_COMMIT.fullmatch(path.name))
+    return is_named and bool(files) and all(file.is_symlink() and file.resolve().parent == blobs for file in files)
 
 
 def _default_hub() -> str:

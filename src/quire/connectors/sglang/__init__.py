@@ -1,9 +1,4 @@
-"""SGLang: Quire's stores beneath its HiCache. SGLang imports this, in its process.
-
---hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{
-  "backend_name": "quire", "module_path": "quire.connectors.sglang", "class_name": "QuireHiCache",
-  "interface_v1": 1, "store": "/var/cache/quire", "store_size": "100GiB"}'
-"""
+"""SGLang: Quire's stores beneath its HiCache. SGLang imports this, in its process."""
 
 from __future__ import annotations
 

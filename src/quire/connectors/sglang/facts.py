@@ -8,12 +8,11 @@ import sglang
 from sglang.srt.runtime_context import get_lora, get_model, get_serving
 
 from quire.connectors.sglang.pool_pages import PoolPages
-from quire.connectors.weights import weights_identity
+from quire.connectors.weights import LOADED_FROM_FILES, weights_identity
 from quire.errors import InvalidInput, RefusedCombination
 from quire.tiers.scope_facts import Facts
 
-_SERVED = ("kv_cache_dtype", "quantization", "json_model_override_args")
-"""Options of its server on which pages depend besides weights."""
+_SERVED = ("kv_cache_dtype", "quantization", "json_model_override_args")  # of its server
 
 
 def weights_of(own: str) -> str:
@@ -22,7 +21,7 @@ def weights_of(own: str) -> str:
     model = _served()
     if own:
         return own
-    if model is None or model.load_format == "dummy":
+    if model is None or model.load_format not in LOADED_FROM_FILES:
         raise InvalidInput(
             "SGLang's keys do not name the weights, so pages of other weights would be read.",
             fix='add "weights": "NAME" to --hicache-storage-backend-extra-config.',

@@ -205,10 +205,11 @@ class QuireHiCache(HiCacheStorage):  # type: ignore[misc]  # sglang has no types
         if pool is None:
             return [False] * len(keys)
         pages = [_key(key) for key in keys]
-        found = [answer is Answer.HIT for answer in pool.records.submit_exists(pages).wait()]
+        answers = pool.records.submit_exists(pages).wait()
+        pool.records.counts.add(misses=answers.count(Answer.MISS))
         if self._log is not None:
-            self._log.looked_up(pool.records.scope, "", zip(pages, found, strict=True))
-        return found
+            self._log.looked_up(pool.records.scope, "", zip(pages, answers, strict=True))
+        return [answer is Answer.HIT for answer in answers]
 
     def _get(self, name: str, keys: list[str], host_indices: torch.Tensor | None) -> list[bool]:
         pool, rows = self._pool_and_rows(name, keys, host_indices)

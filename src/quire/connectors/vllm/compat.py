@@ -12,7 +12,7 @@ from vllm.v1.kv_offload.tiering.base import SecondaryTierManager, TransferJob
 
 from quire.errors import RefusedCombination
 
-VERSIONS = ("0.29", "0.30", "0.31", "0.32", "0.33")
+VERSIONS = ("0.29", "0.30", "0.31", "0.32")
 _METHODS = {"lookup", "submit_store", "submit_load", "get_finished_jobs", "on_new_request", "drain_jobs"}
 _FIELDS = {field.name for field in fields(TransferJob)}
 _CHUNKS = "chunk_ids" if "chunk_ids" in _FIELDS else "block_ids"  # the name in 0.29

@@ -2,24 +2,24 @@
 
     of(request, key)    None until the answer is there; the answer stays until the request ends
     flush()             ask for the keys that are new since the last call
-    miss(request, ...)  records that could not be loaded; otherwise the engine would load them again, forever
+    loaded(request, ..) what loading gave; without it the engine would load a record that is bad again, forever
 
-The keys of a batch that is late count as missing, and so do all new ones until the store answers (`Threads.hang`).
+The keys of a batch that is late are not found, and so are all new ones until the store answers (`Threads.hang`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from quire.connectors.job import Job
 from quire.tiers.store import Answer
 
-Found = dict[bytes, bool | None]
+Found = dict[bytes, Answer | None]
 
 
 class Lookups:
-    """The lookups of one tier, for the scheduler's thread. `num_missed` counts keys that were not found."""
+    """The lookups of one tier, for the scheduler's thread. `num_missed` counts keys that were not there."""
 
     def __init__(self, submit: Callable[[Sequence[bytes]], Job]) -> None:
         """`submit` asks the store whether keys exist."""
@@ -39,7 +39,7 @@ class Lookups:
         if key not in found:
             found[key] = None
             self._new.setdefault(key, []).append(found)
-        return found[key]
+        return None if found[key] is None else found[key] is Answer.HIT
 
     def flush(self) -> None:
         """Call it once per step, after its lookups."""
@@ -48,20 +48,20 @@ class Lookups:
             self._new = {}
         self._asked = [asked for asked in self._asked if not self._end(*asked)]
 
-    def miss(self, request: str, keys: Iterable[bytes]) -> None:
-        """The records are not there for this request."""
+    def loaded(self, request: str, answers: Mapping[bytes, Answer]) -> None:
+        """Loading the records gave these answers."""
         if request in self._of:
-            self._of[request].update(dict.fromkeys(keys, False))
+            self._of[request].update(answers)
 
-    def end(self, request: str) -> tuple[float, Mapping[bytes, bool | None]]:
+    def end(self, request: str) -> tuple[float, Mapping[bytes, Answer | None]]:
         """The request asks no more. Returns the time of its first lookup, and its keys with their answers, in the order
-        in which it asked."""
+        in which it asked. RETRY: the store did not say in time."""
         return self._since.pop(request, 0.0), self._of.pop(request, {})
 
     def _end(self, job: Job, asked: Mapping[bytes, Sequence[Found]]) -> bool:
         answers = job.poll()
         for (key, requests), answer in zip(asked.items(), answers or (), strict=False):
             for found in requests:
-                found[key] = answer is Answer.HIT
-            self.num_missed += 0 if answer is Answer.HIT else len(requests)
+                found[key] = answer
+            self.num_missed += len(requests) if answer is Answer.MISS else 0
         return answers is not None

@@ -116,7 +116,7 @@ class QuireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         self.touch(getattr(req_context, "_offload_key_positions", ()), req_context)  # since vLLM 0.31
         since, found = self._lookups.end(req_context.req_id)
         if self._store.log is not None:
-            answers = ((_key(key), is_there) for key, is_there in found.items())
+            answers = ((_key(key), answer) for key, answer in found.items())
             self._store.log.looked_up(self._store.scope, req_context.req_id, answers, since)
 
     # -- loads and saves
@@ -190,13 +190,10 @@ class QuireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
     def _end(self, moving: _Moving) -> JobResult:
         """The result of a job whose pieces have ended. Records that could not be loaded are missing for its request."""
         job = moving.job
-        good: list[bytes] = []
-        lost: list[bytes] = []
-        for keys, piece in moving.pieces:
-            for key, answer in zip(keys, piece.wait(), strict=True):
-                (good if answer in moving.done else lost).append(key)
+        answers = {key: answer for keys, piece in moving.pieces for key, answer in zip(keys, piece.wait(), strict=True)}
+        good = [key for key, answer in answers.items() if answer in moving.done]
         if job.is_promotion:
-            self._lookups.miss(job.req_context.req_id, lost)
+            self._lookups.loaded(job.req_context.req_id, answers)
         else:
             self._num_saving -= len(job.keys)
         del self._moving[job.job_id]
