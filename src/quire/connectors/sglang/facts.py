@@ -12,7 +12,7 @@ from quire.connectors.weights import LOADED_FROM_FILES, weights_identity
 from quire.errors import InvalidInput, RefusedCombination
 from quire.tiers.scope_facts import Facts
 
-_SERVED = ("kv_cache_dtype", "quantization", "json_model_override_args")  # of its server
+_SERVED = ("kv_cache_dtype", "quantization", "json_model_override_args")  # options of a server
 
 
 def weights_of(own: str) -> str:
