@@ -36,6 +36,13 @@ for name in ("torch", "transformers", "safetensors", "msgspec", "fastapi"):
     except ImportError:
         continue
     raise AssertionError(f"{name} is here, so this shows nothing")
+from quire.cli import main
+try:
+    main()
+except SystemExit as error:
+    assert "pip install typer rich" in str(error), error
+else:
+    raise AssertionError("typer is here")
 """
 
 

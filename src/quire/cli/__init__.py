@@ -6,7 +6,12 @@ from __future__ import annotations
 
 def main() -> None:
     """Entry point of the `quire` script."""
-    from quire.cli.app import app
+    try:
+        from quire.cli.app import app
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        raise SystemExit(f"The commands need {error.name}, which is not installed: pip install typer rich") from None
 
     app()
 
