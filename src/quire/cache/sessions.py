@@ -326,7 +326,7 @@ class Sessions:
         time, except for `but` and rows that a step in flight computes. False if there is none; if `but` is to hold
         `num_tokens`, also if other owners hold less than its owner would. Clients are told that the room was needed
         `by` this, so it names no request: that may be another tenant's. Rows of a tenant within its floor do not end
-        `for_room`: nobody else would get it."""
+        `for_room`: no other tenant would get it."""
         if not self.num_held:
             return False
         if self.expire():
