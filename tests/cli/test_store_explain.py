@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 
@@ -104,6 +106,33 @@ def test_why_a_prompt_was_not_found(run: Run, place: Path, tmp_path: Path) -> No
         assert run("explain", *refused).exit_code == 2
     for ignored in (["--url", "http://127.0.0.1:1"], ["--pool-tokens", "1/8"], ["evicted", "another"]):
         assert run("explain", "--lookups", log, *ignored).exit_code == 2
+
+
+def test_a_log_whose_disk_hangs_holds_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hanging(StringIO):
+        def write(self, text: str) -> int:
+            writes.set()
+            assert lets_go.wait(30)
+            return super().write(text)
+
+    writes, lets_go = Event(), Event()
+    monkeypatch.setattr("quire.connectors.lookup_log._CLOSE_S", 0.1)
+    log = LookupLog(tmp_path / "log")
+    log._file.close()
+    monkeypatch.setattr(log, "_file", Hanging())
+
+    def call() -> None:
+        for number in range(3000):
+            log.looked_up(b"s" * 16, str(number), [((PAGE, 0), Answer.MISS)])
+        log.close()
+
+    caller = Thread(target=call, daemon=True)
+    caller.start()
+    caller.join(20)
+    is_held = caller.is_alive()
+    assert writes.is_set()
+    lets_go.set()
+    assert not is_held
 
 
 def test_a_log_begins_anew_when_it_is_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,26 +12,33 @@ A process that is killed may leave half a line.
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from queue import Full, Queue
+from threading import Thread
 from typing import Any
 
 from quire.errors import StoreError
 from quire.tiers.store import Answer, StoreKey
 
 _MOST_BYTES = 64 << 20
+_MOST_WAITING = 1000
+_CLOSE_S = 1.0
 
 
 class LookupLog:
-    """Appends lines; any thread may call it. A disk that is full loses lines and nothing else."""
+    """Appends lines on a thread; any other may call it and does not wait. A disk that is full or hangs loses lines and
+    nothing else."""
 
     def __init__(self, path: str | Path) -> None:
         """Raises StoreError if the file cannot be written."""
         self._path = Path(path)
-        self._lock = threading.Lock()
+        self._waiting: Queue[str | None] = Queue(_MOST_WAITING)
         self._open()
+        self._writer = Thread(target=self._run, name="quire-log", daemon=True)
+        self._writer.start()
 
     def _open(self) -> None:
         try:
@@ -66,22 +73,27 @@ class LookupLog:
             self._write({"scope": scope.hex(), "saved": [_name(key.page, key.part) for key in keys]})
 
     def close(self) -> None:
-        """May be called twice."""
-        with self._lock:
-            self._file.close()
+        """Write what waits, for a second at most. May be called twice."""
+        with suppress(Full):
+            self._waiting.put_nowait(None)
+        self._writer.join(_CLOSE_S)
 
     def _write(self, line: Mapping[str, Any]) -> None:
         text = json.dumps({"time": round(time.time(), 6), **line})
-        with self._lock:
-            try:
+        with suppress(Full):
+            self._waiting.put_nowait(text + "\n")
+
+    def _run(self) -> None:
+        while (text := self._waiting.get()) is not None:
+            with suppress(OSError, ValueError):
                 if self._file.tell() > _MOST_BYTES:
                     self._file.close()
                     self._path.replace(self._path.with_name(f"{self._path.name}.1"))
                     self._file = self._path.open("a")
-                self._file.write(text + "\n")
+                self._file.write(text)
                 self._file.flush()
-            except (OSError, ValueError):
-                return
+        with suppress(OSError):
+            self._file.close()
 
 
 def _name(page: bytes, part: int) -> str:
