@@ -287,7 +287,7 @@ def test_host_memory_gets_smaller_and_larger_and_records_stay_right(stored: bool
     more = {"storage": str(tmp_path), "storage_size": "64MiB", "prefetch": "wait_complete"} if stored else {}
     core = engine("quire-bundled", "1MiB..2MiB", load="always", host_memory="16MiB", **more)
     most = core.memory().host
-    assert most is not None and most.reached == most.most
+    assert most is not None and most.reached <= most.most == 16 * 2**20 and core.memory().done
     done = 0
 
     def between(step: int) -> None:

@@ -21,16 +21,18 @@ class ResizedMachine:
     OPERATIONS = (
         "take",
         "take",
+        "take",
         "free",
         "free",
         "wrong_free",
         "resize",
         "resize",
         "move_inwards",
+        "move_inwards",
         "set_aside",
         "clear",
     )
-    EVENTS = ("refused", "moved", "fixed in the way", "none free to move to", "freed beyond the limit", "came again")
+    EVENTS = ("refused", "moved", "fixed in the way", "none free to move to", "too many at once", "freed beyond the limit", "came again")
 
     def __init__(self, choices: Choices) -> None:
         self.size = choices.between(1, 16)
@@ -86,13 +88,15 @@ class ResizedMachine:
         self.happened["came again"] += any(each > before for each in self.queue)
 
     def move_inwards(self, choices: Choices) -> None:
-        """What is beyond the limit moves to the lowest free ids, but for what must stay."""
+        """What is outermost moves to the lowest free ids, but for what must stay and what is too much at once."""
         fixed = {self.owned[name] for name in self._some(choices)}
         beyond = sorted(each for each in self.owned.values() if each > self.limit)
         free = sorted([*self.queue, *self.later])
-        moving = [each for each in beyond if each not in fixed][: len(free)]
+        most = 1 if choices.chance(60) else self.size
+        movable = [each for each in beyond if each not in fixed]
+        moving = movable[len(movable) - min(len(movable), len(free), most) :]
         targets = free[: len(moving)]
-        found = self.pool.move_inwards(np.array(sorted(fixed), dtype=np.int32))
+        found = self.pool.move_inwards(np.array(sorted(fixed), dtype=np.int32), most)
         assert [each.tolist() for each in found] == [moving, targets]
         assert all(each.dtype == np.int32 for each in found)
         places = dict(zip(moving, targets, strict=True))
@@ -101,6 +105,7 @@ class ResizedMachine:
         self.happened["moved"] += bool(moving)
         self.happened["fixed in the way"] += any(each in fixed for each in beyond)
         self.happened["none free to move to"] += len(beyond) > len(free)
+        self.happened["too many at once"] += len(movable) > most == len(moving)
 
     def clear(self, choices: Choices) -> None:
         if choices.chance(20):
@@ -118,6 +123,8 @@ class ResizedMachine:
         assert pool.num_withdrawn == self.size - num_free - pool.num_used, "an id is lost"
         assert np.flatnonzero(pool.is_out(slice(None))).tolist() == owned
         assert pool.last_used == max(owned, default=0)
+        assert pool.num_beyond == sum(each > self.limit for each in (*owned, *self.aside))
+        assert pool.last_present == max(self.limit, *owned, 0)
 
     # -- inside
 

@@ -43,15 +43,15 @@ def what_was_withdrawn_is_lost(patch: Patch) -> None:
 @mutant("resized", "a frame moves while a transfer reads it")
 def a_fixed_frame_moves(patch: Patch) -> None:
     real = IdPool.move_inwards
-    patch.setattr(IdPool, "move_inwards", lambda pool, fixed: real(pool, NONE))
+    patch.setattr(IdPool, "move_inwards", lambda pool, fixed, most: real(pool, NONE, most))
 
 
 @mutant("resized", "a frame moves to a place that is still free, and another request gets the place too")
 def a_target_stays_free(patch: Patch) -> None:
     real = IdPool.move_inwards
 
-    def move_inwards(pool: IdPool, fixed: IdArray) -> tuple[Ids, Ids]:
-        sources, targets = real(pool, fixed)
+    def move_inwards(pool: IdPool, fixed: IdArray, most: int) -> tuple[Ids, Ids]:
+        sources, targets = real(pool, fixed, most)
         if len(targets):
             pool._set_free(np.concatenate((targets, pool._first(pool._num_ordered))))
         return sources, targets
@@ -63,8 +63,8 @@ def a_target_stays_free(patch: Patch) -> None:
 def a_source_is_handed_out(patch: Patch) -> None:
     real = IdPool.move_inwards
 
-    def move_inwards(pool: IdPool, fixed: IdArray) -> tuple[Ids, Ids]:
-        sources, targets = real(pool, fixed)
+    def move_inwards(pool: IdPool, fixed: IdArray, most: int) -> tuple[Ids, Ids]:
+        sources, targets = real(pool, fixed, most)
         if len(sources):
             pool._withdrawn = pool._withdrawn[: -len(sources)]
             pool._set_free(np.concatenate((pool._first(pool._num_ordered), sources)))
@@ -83,6 +83,17 @@ def clear_takes_all(patch: Patch) -> None:
         pool.limit = limit
 
     patch.setattr(IdPool, "clear", clear)
+
+
+@mutant("resized", "all frames move at once, and steps wait for it")
+def moves_have_no_bound(patch: Patch) -> None:
+    real = IdPool.move_inwards
+    patch.setattr(IdPool, "move_inwards", lambda pool, fixed, most: real(pool, fixed, pool.size))
+
+
+@mutant("resized", "ids beyond the limit are not counted, and the memory below them is given back")
+def none_is_beyond(patch: Patch) -> None:
+    patch.setattr(IdPool, "num_beyond", 0)
 
 
 @mutant("resizes", "memory is given back that a running request still uses")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import count
 
 import numpy as np
 
@@ -80,7 +81,7 @@ class Resizes(Part):
 
     def attach(self, loop: Loop) -> None:
         self._cache, self._loop = loop.cache, loop
-        self.part = ResizingPart(loop.cache, self._wipe, lambda: 0.0)
+        self.part = ResizingPart(loop.cache, self._wipe, count(step=0.02).__next__)
         self.part.attach(loop)
 
     def before_schedule(self) -> None:

@@ -112,6 +112,20 @@ class GroupBase:
         self.room.use_again(self, frame)
         self.frames.free_frames(np.array([frame], dtype=np.int32))
 
+    def extent_for(self, least: int, reserved: int) -> int:
+        """The least number of frames, at least `least`, in which those in use fit, `reserved` ones for them, and those
+        of the frames that were set apart that lie there."""
+        needed = self.frames.num_used - len(self.quarantined) + reserved
+        for frame in sorted(self.quarantined):
+            needed += frame <= max(least, needed)
+        return max(least, needed)
+
+    def give_up_apart(self, limit: int) -> None:
+        """Frames beyond the `limit` that were set apart leave with their memory."""
+        for frame in [each for each in self.quarantined if each > limit]:
+            self.quarantined.remove(frame)
+            self.frames.free_frames(np.array([frame], dtype=np.int32))
+
     def moved(self, sources: Ids, targets: Ids) -> Ids:
         """Frames have other ids: `targets` instead of `sources`, which ascend. Returns the pages that have them."""
         return self.table.rebind(sources, targets)

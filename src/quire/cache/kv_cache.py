@@ -416,8 +416,7 @@ class KVCache:
             return None
         released = [part.frames for each in self.fences.waiting for part in each.released if part.group == group]
         others = [frames for fixed in self.parts.fixed for frames in fixed(group)]
-        apart = [] if self.groups[group].room.is_shared else self.groups[group].quarantined
-        return np.concatenate([np.array(apart, dtype=np.int32), *released, *others])
+        return np.concatenate([NO_PAGES, *released, *others])
 
     def audit(self) -> None:
         """Check all invariants (`quire.cache.audit`). Raises AuditFailure. O(pages + nodes)."""

@@ -22,6 +22,9 @@ from quire.memory.allocator import Move
 from quire.plan.budget import MemoryPlan, counted, format_bytes
 from quire.spec.ids import Ids
 
+MOVED_BYTES = 64 * 2**20
+"""Bytes of a group that move at once: steps wait meanwhile."""
+
 _CAUSE = "less KV memory"
 
 
@@ -53,7 +56,13 @@ class Resizing:
     @property
     def reached(self) -> bool:
         """Whether each group has the frames of the goal, and uses none beyond."""
-        return all(self.extent(group.index) <= self.goal[group.index] for group in self._sized)
+        pools = [(group.frames.allocator.ids, self.goal[group.index]) for group in self._sized]
+        return all(ids.limit <= goal and not ids.num_beyond for ids, goal in pools)
+
+    @property
+    def is_shrinking(self) -> bool:
+        """Whether requests wait because memory is released, or because what others hold of it leaves."""
+        return self.is_released or any(group.room.leaving for group in self._sized)
 
     @property
     def num_evicted(self) -> int:
@@ -72,8 +81,7 @@ class Resizing:
 
     def extent(self, group: int) -> int:
         """The last frame of a group that has to have memory."""
-        ids = self._parts.groups[group].frames.allocator.ids
-        return max(ids.limit, ids.last_used)
+        return self._parts.groups[group].frames.allocator.ids.last_present
 
     def check(self, prompt: int, max_tokens: int) -> None:
         """Refuse a request that can never run at this size. Raises what `MemoryPlan.check_request` raises."""
@@ -98,7 +106,7 @@ class Resizing:
     def go_on(self, running: Sequence[RequestKV], ends: Sequence[int], promised: Sequence[int]) -> bool:
         """Go on towards the goal, as far as `running` requests allow, which will have `ends[i]` pages at their end, and
         the `promised` frames of each group, which a request needs that was accepted before. No step may be in flight.
-        Returns whether it is reached but for that promise."""
+        At most `MOVED_BYTES` of a group move. Returns whether it is reached but for that promise and for moves."""
         rows = self._parts.rows.distinct(running)
         have = -(-self._parts.rows.num_allocated[rows] // self._parts.plan.page_size)
         reached = np.maximum(have, np.array(ends, dtype=np.int64))
@@ -112,15 +120,16 @@ class Resizing:
         self._evict(least, reserved)
         for group in self._sized:
             index, ids = group.index, group.frames.allocator.ids
-            limit = min(ids.limit, max(least[index], ids.num_used + reserved[index]))
+            limit = min(ids.limit, group.extent_for(least[index], reserved[index]))
             if limit < ids.limit:
                 ids.resize(limit)
-            if ids.last_used > ids.limit and (fixed := self._fixed(index)) is not None:
+            group.give_up_apart(ids.limit)
+            if ids.num_beyond and (fixed := self._fixed(index)) is not None:
                 self._retreat(index, fixed)
             group.room.resized(ids.limit - least[index])
         self._growth.resized()
         self._parts.changed()
-        return all(self.extent(group.index) <= least[group.index] for group in self._sized)
+        return all(group.frames.limit <= least[group.index] for group in self._sized)
 
     def _evict(self, least: Sequence[int], reserved: Sequence[int]) -> None:
         """Evict until the groups can have `least` frames, with `reserved` ones for those that run; if that is too few,
@@ -132,10 +141,12 @@ class Resizing:
                 self._growth.reclaim(wanted, _CAUSE)
                 return
             except OutOfPages:
+                self._parts.tree.tenants.all_over()  # whose rows at rest and retentions stay if others have more
                 held = [group.num_held + more for group, more in zip(self._parts.groups, reserved, strict=True)]
                 least = [min(now, max(n, own)) for now, n, own in zip(limits, least, held, strict=True)]
 
     def _retreat(self, group: int, fixed: Ids) -> None:
-        sources, targets = self._parts.groups[group].frames.allocator.ids.move_inwards(fixed)
+        most = max(1, MOVED_BYTES // self._parts.plan.groups[group].layout.bytes_per_frame)
+        sources, targets = self._parts.groups[group].frames.allocator.ids.move_inwards(fixed, most)
         if len(sources):
             self._growth.move(Move(group, sources, targets))

@@ -259,8 +259,8 @@ class CanaryPart(Part, ForwardPart):
 
     def after_step(self, *, idle: bool) -> None:
         self._containment.go_on()
-        scheduler = self._scheduler
-        if scheduler.lacks_room and not scheduler.num_running and self._containment.release_oldest():
+        scheduler, waits = self._scheduler, self._cache.resizing.is_shrinking  # then no frame is short for good
+        if scheduler.lacks_room and not scheduler.num_running and not waits and self._containment.release_oldest():
             logger.warning("a quarantined frame is used again: a request fits in no other way")
         if findings := self.canary.look():
             assert self._loop is not None

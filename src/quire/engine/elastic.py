@@ -72,7 +72,8 @@ class ElasticMemory(ResizingPart):
         if request.host_bytes is not None:
             self._host.aim(request.host_bytes)
         self._asked = request.device_bytes or self._asked
-        return self._have(plan, released=self._resizing.is_released, preempts=request.preempt, wait_s=request.wait_s)
+        preempts = request.preempt or (request.device_bytes is None and self.preempts)
+        return self._have(plan, released=self._resizing.is_released, preempts=preempts, wait_s=request.wait_s)
 
     def release(self, wait_s: float) -> Later[MemoryReport]:
         """Give all KV memory back; requests wait. Cached pages stay on lower tiers, where there are some."""
@@ -80,7 +81,8 @@ class ElasticMemory(ResizingPart):
 
     def resume(self, wait_s: float) -> Later[MemoryReport]:
         """Have the size again that was asked for last."""
-        return self._have(self._resizing.plan, released=False, preempts=False, wait_s=wait_s)
+        preempts = self.preempts and not self._resizing.is_released
+        return self._have(self._resizing.plan, released=False, preempts=preempts, wait_s=wait_s)
 
     def _have(self, plan: MemoryPlan, *, released: bool, preempts: bool, wait_s: float) -> Later[MemoryReport]:
         resizing, counted = self._resizing, self._cache.counters
@@ -146,8 +148,9 @@ class ElasticMemory(ResizingPart):
         """Give back what no frame needs, and have the system provide what frames need again."""
         before, self._num_bytes = self._num_bytes, self._resizing.num_bytes
         for group, pool in self._pools:
-            if pool.backing.can_shrink:
-                pool.backing.resize((self._resizing.extent(group) + 1) * pool.layout.bytes_per_frame)
+            num_bytes = (self._resizing.extent(group) + 1) * pool.layout.bytes_per_frame
+            if pool.backing.can_shrink and num_bytes != pool.backing.num_bytes:
+                pool.backing.resize(num_bytes)
         self._host.go_on()
         if self._num_bytes > before:
             threading.Thread(target=self._engine.populate, name="quire-populate", daemon=True).start()
@@ -182,6 +185,11 @@ class PressedMemory(ElasticMemory):
         super().__init__(engine)
         self._sizes = PressureSizes(self._least, self._most)
 
+    def resize(self, request: ResizeRequest) -> Later[MemoryReport]:
+        later = super().resize(request)
+        self._sizes.most = request.device_bytes or self._sizes.most
+        return later
+
     @property
     def _looks(self) -> bool:
         return self._sizes.is_due and not self._resizing.is_released
@@ -200,7 +208,7 @@ class PressedMemory(ElasticMemory):
     def follow(self, num_bytes: int) -> None:
         """Have so many bytes, unless they are too few for what has a floor."""
         try:
-            self.resize(ResizeRequest(device_bytes=num_bytes))
+            super().resize(ResizeRequest(device_bytes=num_bytes, preempt=self.preempts))
         except QuireError as error:
             logger.warning("the KV memory stays as it is: %s", error)
 

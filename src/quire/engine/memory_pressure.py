@@ -68,7 +68,9 @@ class PressureSizes:
         read: Callable[[], Pressure] = read_pressure,
         seconds: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._least, self._most, self._read, self._seconds = least, most, read, seconds
+        self._least, self._read, self._seconds = least, read, seconds
+        self.most = most
+        """What it grows to: no more than was asked for last."""
         self._step = max(1, (most - least) // _STEPS)
         self._look_at = self._smaller_at = seconds()
         self._ample_since: float | None = None
@@ -97,7 +99,7 @@ class PressureSizes:
             size = max(self._least, now_bytes - self._step)
         elif self._ample_since is not None and now - self._ample_since >= _AMPLE_FOR_S:
             self._ample_since = now
-            size = min(self._most, now_bytes + self._step)
+            size = min(self.most, now_bytes + self._step)
         if size != now_bytes:
             logger.info(
                 "%s of %s are available, tasks waited for memory in %g %% of the time: %s of KV memory in place of %s",

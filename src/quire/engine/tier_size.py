@@ -28,7 +28,8 @@ class HostMemorySize:
         tiers = engine.offload.tiers
         if self._pool is not None and tiers is not None and not self._why_fixed:
             self._resizing = HostResizing(tiers, self._pool.move)
-        self._most = self._asked = 0 if self._pool is None else self._pool.num_bytes
+        num_bytes, asked = 0 if self._pool is None else self._pool.num_bytes, engine.config.host_memory
+        self._most = self._asked = max(num_bytes, asked) if isinstance(asked, int) else num_bytes
 
     @property
     def reached(self) -> bool:

@@ -10,7 +10,7 @@ from quire.loop.loop import Loop
 from quire.loop.part import Part
 from quire.plan.budget import MemoryPlan
 
-_AGAIN_S = 0.05  # until it is tried again, although nothing was freed: a transfer may have ended
+_AGAIN_S = 0.05  # until it is tried again, although no request has ended: frames move, or a transfer has ended
 _SMALLER = "was preempted: the KV memory was made smaller"
 
 
@@ -43,7 +43,12 @@ class ResizingPart(Part):
     def is_due(self) -> bool:
         if not self._is_busy:
             return False
-        return self._cache.num_changes != self._seen or self._seconds() >= self._again_at
+        return self._cache.tree.num_releases != self._seen or self._seconds() >= self._again_at
+
+    @property
+    def preempts(self) -> bool:
+        """Whether a change that is on its way preempts requests."""
+        return self._preempts and self._is_busy
 
     def before_schedule(self) -> None:
         if self.is_due:
@@ -76,4 +81,4 @@ class ResizingPart(Part):
             scheduler.preempt_last(_SMALLER)
         self._resized()
         self._is_busy = not self.is_done
-        self._seen, self._again_at = self._cache.num_changes, self._seconds() + _AGAIN_S
+        self._seen, self._again_at = self._cache.tree.num_releases, self._seconds() + _AGAIN_S

@@ -28,12 +28,13 @@ _MANY = 128 * _HUGE_PAGE  # from here on a huge page is less than one per cent
 
 
 class Backing:
-    """`tensor` is uint8 `[num_bytes]`. In this class its size is fixed."""
+    """`tensor` is uint8, and has memory for the first `num_bytes`. In this class its size is fixed."""
 
     can_shrink = False
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
+        self.num_bytes = len(tensor)
 
     def populate(self) -> Iterator[None]:
         """Make the system provide host memory piece by piece, also while it is in use."""
@@ -68,13 +69,12 @@ class MappedBacking(Backing):
         self._map = reserve(num_bytes)
         super().__init__(torch.frombuffer(self._map, dtype=torch.uint8))
         self._memory = self.tensor.numpy()
-        self._present = num_bytes
         self._lock = threading.Lock()
 
     def populate(self) -> Iterator[None]:
         for start in range(0, len(self._memory), _PIECE):
             with self._lock:  # what was given back meanwhile stays so
-                piece = self._memory[start : min(start + _PIECE, self._present)]
+                piece = self._memory[start : min(start + _PIECE, self.num_bytes)]
                 if not len(piece) or not any(True for _ in populate(piece)):
                     return
             yield
@@ -83,7 +83,7 @@ class MappedBacking(Backing):
         unit = _HUGE_PAGE if len(self._memory) >= _MANY else _SYSTEM_PAGE
         first = self._memory.ctypes.data
         with self._lock:
-            self._present = num_bytes
+            self.num_bytes = num_bytes
             start = -(-(first + num_bytes) // unit) * unit - first
             if start < len(self._memory):
                 self._map.madvise(mmap.MADV_DONTNEED, start, len(self._memory) - start)

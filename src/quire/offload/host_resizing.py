@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from quire.cache.resizing import MOVED_BYTES
 from quire.offload.host_groups import HostGroup
 from quire.offload.tiering import Tiering
 from quire.spec.ids import Ids
-
 
 class HostResizing:
     """The size of the host tier of one cache. `move(group, sources, targets)` copies records at once."""
@@ -27,15 +27,15 @@ class HostResizing:
     @property
     def reached(self) -> bool:
         """Whether each group has the frames of the goal, and uses none beyond."""
-        return all(self.extent(host.index) <= self.goal[host.index] for host in self._tiers.hosts)
+        pools = [(host.allocator.ids, self.goal[host.index]) for host in self._tiers.hosts]
+        return all(ids.limit <= goal and not ids.num_beyond for ids, goal in pools)
 
     def extent(self, group: int) -> int:
         """The last frame of a group that has to have memory."""
-        ids = self._tiers.hosts[group].allocator.ids
-        return max(ids.limit, ids.last_used)
+        return self._tiers.hosts[group].allocator.ids.last_present
 
     def go_on(self, goal: Sequence[int]) -> None:
-        """Go on towards so many frames of each group."""
+        """Go on towards so many frames of each group. At most `MOVED_BYTES` of a group move."""
         self.goal = tuple(goal)
         for host in self._tiers.hosts:
             ids, wanted = host.allocator.ids, self.goal[host.index]
@@ -47,7 +47,9 @@ class HostResizing:
                 used = ids.num_used
                 self._tiers.host_room(host, host.num_free + used - wanted)
             ids.resize(wanted)
-            sources, targets = ids.move_inwards(self._fixed(host))
+            host.give_up_apart(wanted)
+            most = max(1, MOVED_BYTES // host.record_bytes)
+            sources, targets = ids.move_inwards(self._fixed(host), most)
             if len(sources):
                 self._move(host.index, sources, targets)
                 host.table.rebind(sources, targets)

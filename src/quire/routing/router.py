@@ -44,6 +44,8 @@ CHECK_S = 0.5
 _CHECK_TIMEOUT_S = 2.0
 _ANSWER_TIMEOUT_S = 60.0  # for a healthy server to answer a question to all
 
+_WAITING = ("resize", "memory/release", "memory/resume")  # whose answers wait as long as a body says, below /v1/cache
+
 _FOR_ONE = (
     *("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/generate"),
     *("/v1/responses", "/v1/responses/input_tokens"),
@@ -207,7 +209,7 @@ class Router:
         async def ask(upstream: Upstream) -> tuple[Upstream, Response]:
             try:
                 asked = passed_on(upstream, request, body)
-                seconds = _ANSWER_TIMEOUT_S if upstream.is_healthy else _CHECK_TIMEOUT_S
+                seconds = _ANSWER_TIMEOUT_S + _wait_of(request, body) if upstream.is_healthy else _CHECK_TIMEOUT_S
                 answer = await self._client.request(**asked, timeout=seconds)
             except httpx.TransportError:
                 silent = NoServer(f"{upstream.name} does not answer.", fix="send the request again.")
@@ -277,6 +279,15 @@ class Router:
         for labels, count in self._responses.items():
             responses.add_metric(labels, count)
         yield responses
+
+
+def _wait_of(request: Request, body: bytes) -> float:
+    """Seconds that a server was asked to wait before it answers. What is wrong there a server refuses."""
+    if request.url.path.removeprefix("/v1/cache/") not in _WAITING:
+        return 0.0
+    with suppress(ValueError, TypeError, LookupError):
+        return min(600.0, max(0.0, float(json.loads(body)["wait_s"])))
+    return 0.0
 
 
 class _Families(Collector):

@@ -59,6 +59,16 @@ class IdPool:
         return len(self._withdrawn)
 
     @property
+    def num_beyond(self) -> int:
+        """Ids beyond the limit that are in use."""
+        return self.size - self.limit - len(self._withdrawn)
+
+    @property
+    def last_present(self) -> int:
+        """The last id that can be handed out or is allocated. O(1) if none beyond the limit is in use, else O(size)."""
+        return max(self.limit, self.last_used) if self.num_beyond else self.limit
+
+    @property
     def last_used(self) -> int:
         """The largest id that is allocated; 0 if none is. O(size)."""
         used = np.flatnonzero(self._out)
@@ -151,16 +161,17 @@ class IdPool:
         self._withdrawn = ids[ids > limit]
         self._set_free(ids[: len(ids) - len(self._withdrawn)])
 
-    def move_inwards(self, fixed: IdArray) -> tuple[Ids, Ids]:
-        """Move allocated ids beyond the limit to free ones, the lowest first, but those in `fixed` and those for which
-        none is free. Returns sources and targets, both ascending. The sources are not handed out."""
+    def move_inwards(self, fixed: IdArray, most: int) -> tuple[Ids, Ids]:
+        """Move at most `most` allocated ids beyond the limit to free ones, the outermost first, but those in `fixed`
+        and those for which none is free. Returns sources and targets, both ascending. The sources are not handed
+        out."""
         sources = self.limit + 1 + np.flatnonzero(self._out[self.limit + 1 :]).astype(np.int32)
         sources = sources[~np.isin(sources, fixed)]
         self._order()
         free = self._ring[: self._num_free].copy()
         free.sort()
-        count = min(len(sources), len(free))
-        sources, targets = sources[:count], free[:count]
+        count = min(len(sources), len(free), most)
+        sources, targets = sources[len(sources) - count :], free[:count]
         self._out[sources], self._out[targets] = False, True
         self._withdrawn = np.concatenate((self._withdrawn, sources))
         self._set_free(free[count:])
