@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire.cache import resizing
 from quire.engine.config import engine_config
 from quire.engine.core import EngineCore
 from quire.engine.device.runner import ModelRunner
@@ -17,7 +18,9 @@ from quire.engine.elastic import memory_of
 from quire.engine.memory_report import MemoryReport, ResizeRequest
 from quire.engine.messages import EngineRequest, Later
 from quire.errors import InvalidInput, PlanError, RefusedCombination, RequestTooLarge
+from quire.memory.allocator.id_pool import IdPool
 from quire.memory.host_pool import HostPool
+from quire.offload import host_resizing
 from quire.scheduler.sampling_params import SamplingParams
 from tests.changes import CORE, DEVICE, slow_unless_changed
 from tests.engine.running import run
@@ -317,6 +320,150 @@ def test_host_memory_that_is_not_there_has_no_size() -> None:
     assert core.memory().host is None
     with pytest.raises(RefusedCombination, match="there is none"):
         core.resize(ResizeRequest(host_bytes=2**20))
+    core.close()
+
+
+def held(ids: IdPool, frames: list[int]) -> None:
+    """These frames of an unused pool are in use."""
+    every = ids.take(ids.num_free)
+    rest = every[~np.isin(every, frames)]
+    ids.take_back(rest)
+    ids.put(rest)
+
+
+def test_frames_that_are_set_apart_leave_with_their_memory_and_not_before() -> None:
+    core = engine("quire-bundled", canary="all")
+    group, memory = core.cache.groups[0], core.memory().device
+    last = group.num_frames
+    held(group.frames.allocator.ids, [1, last - 1, last])
+    for frame in (last, 1, last - 1):
+        group.set_apart(frame)
+    core.audit()
+    assert resized(core, memory.least).done, "damaged frames at the end keep a shrink from its end"
+    assert group.quarantined == [1]
+    assert resized(core, memory.most).done
+    core.audit()
+    tokens = added(core, "r")
+    assert answer(core, core.release_memory(0.0)).done and not group.quarantined
+    answer(core, core.resume_memory(0.0))
+    assert stepped(core, tokens, lambda step: None) == expected("quire-bundled")
+    core.close()
+
+
+def test_a_request_that_waits_for_released_memory_takes_no_damaged_frame_back() -> None:
+    core = engine("quire-bundled", canary="all")
+    group = core.cache.groups[0]
+    answer(core, core.release_memory(0.0))
+    tokens = added(core, "r")
+    group.quarantined.append(-1)  # found while the last step settled: it is not given up yet
+    for _ in range(5):
+        core.step()
+    assert group.quarantined == [-1], "it is used again"
+    group.quarantined.clear()
+    answer(core, core.resume_memory(0.0))
+    assert stepped(core, tokens, lambda step: None) == expected("quire-bundled")
+    core.close()
+
+
+def test_a_size_that_is_reached_is_counted_and_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = engine("quire-bundled")
+    memory = core.memory().device
+
+    def look(pool: IdPool) -> int:
+        raise AssertionError("all ids are looked at")
+
+    monkeypatch.setattr(IdPool, "last_used", property(look))
+    assert core.memory().device.reached == memory.most or core.memory().done
+    assert resized(core, memory.least).done and core.memory().done and core.statistics()["resizes"] == 1
+    core.close()
+
+
+def test_steps_go_on_between_tries_of_a_shrink(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is tried again when a request has ended, or after a while: not at each step, which it would drain."""
+    core = engine("quire-bundled")
+    part, tries = memory_of(core), 0
+    real = part._go_on
+
+    def go_on() -> None:
+        nonlocal tries
+        tries += 1
+        real()
+
+    monkeypatch.setattr(part, "_go_on", go_on)
+    monkeypatch.setattr(part, "_seconds", lambda: 0.0)
+    tokens = added(core, "r")
+    for _ in range(6):
+        for output in core.step():
+            tokens[output.request_id].extend(output.token_ids)
+    found = resized(core, core.memory().device.least)
+    assert not found.done
+    seen, changed, quiet, tries = {core.cache.tree.num_releases}, core.cache.num_changes, 0, 0
+
+    def between(step: int) -> None:
+        nonlocal changed, quiet
+        quiet += core.cache.num_changes > changed and core.cache.tree.num_releases in seen and not core.memory().done
+        seen.add(core.cache.tree.num_releases)
+        changed = core.cache.num_changes
+
+    assert stepped(core, tokens, between) == expected("quire-bundled")
+    assert quiet > 1, "no step commits pages alone"
+    assert 0 < tries <= len(seen), f"{tries} tries, and {len(seen)} times a request has ended"
+    assert core.memory().done
+    core.close()
+
+
+@pytest.mark.parametrize("owner", [resizing, host_resizing])
+def test_so_many_bytes_move_at_once_and_no_more(owner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, "MOVED_BYTES", 1)
+    core = engine("quire-bundled", "1MiB..2MiB", load="always", host_memory="16MiB")
+    part, on_host = memory_of(core), owner is host_resizing
+    assert run(core, prompts(), params()) == expected("quire-bundled")
+    before, moves, memory = core.cache.counters.moved_frames, 0, core.memory()
+    assert memory.host is not None and part._host._resizing is not None
+
+    def moved() -> int:
+        return part._host._resizing.num_moved if on_host else core.cache.counters.moved_frames - before
+
+    size = {"host_bytes": memory.host.most * 3 // 100} if on_host else {"device_bytes": memory.device.least}
+    found = answer(core, core.resize(ResizeRequest(**size)))
+    assert not found.done and moved() == 1
+    monkeypatch.setattr(part, "_seconds", iter(range(100, 10**6)).__next__)
+    while not core.memory().done:
+        last = moved()
+        core.step()
+        assert moved() - last <= 1
+        moves += moved() > last
+    assert moves > 1
+    assert run(core, prompts(), params(), "again") == expected("quire-bundled")
+    core.close()
+
+
+def test_moves_that_are_left_preempt_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = engine("quire-bundled", "1MiB..2MiB", max_running_requests=2)
+    run(core, prompts(), params())
+    tokens = added(core, "r")
+    for _ in range(4):
+        for output in core.step():
+            tokens[output.request_id].extend(output.token_ids)
+    monkeypatch.setattr(resizing, "MOVED_BYTES", 1)
+    found = resized(core, core.memory().device.least, preempt=True)
+    assert not found.done and not core.statistics()["preemptions"], "a request was preempted, which fits"
+    monkeypatch.setattr(memory_of(core), "_seconds", iter(range(100, 10**6)).__next__)
+    assert stepped(core, tokens, lambda step: None) == expected("quire-bundled")
+    core.close()
+
+
+def test_the_size_of_host_memory_it_was_started_with_can_be_had_again() -> None:
+    core = engine("quire-bundled", "1MiB..2MiB", load="always", host_memory="16MiB")
+    most = core.memory().host
+    assert most is not None and most.asked == most.most == 16 * 2**20
+    host = core.cache.offload.tiers.hosts[0]  # type: ignore[attr-defined]
+    held(host.allocator.ids, [host.num_frames])
+    host.quarantined.append(host.num_frames)
+    found = answer(core, core.resize(ResizeRequest(host_bytes=most.most // 2)))
+    assert found.done and found.host is not None and found.host.reached <= most.most // 2 and not host.quarantined
+    found = answer(core, core.resize(ResizeRequest(host_bytes=most.most)))
+    assert found.done and found.host == most
     core.close()
 
 

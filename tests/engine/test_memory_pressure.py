@@ -9,10 +9,12 @@ import pytest
 from quire.engine import elastic, memory_pressure
 from quire.engine.config import engine_config
 from quire.engine.core import EngineCore
+from quire.engine.elastic import PressedMemory, memory_of
 from quire.engine.memory_pressure import Pressure, PressureSizes, read_pressure
+from quire.engine.memory_report import ResizeRequest
 from quire.errors import HostMemoryError, InvalidInput
 from quire.testing.choices import Choices
-from tests.engine.test_elastic import added, expected, params, prompts, stepped
+from tests.engine.test_elastic import added, engine, expected, params, prompts, stepped
 
 GIB = 2**30
 SOME = "some avg10={} avg60=0.00 avg300=0.00 total=0\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=0\n"
@@ -133,9 +135,41 @@ def test_an_engine_follows(monkeypatch: pytest.MonkeyPatch) -> None:
         if core.is_due():
             core.step()
     assert core.memory().done and core.memory().device.reached <= core.memory().device.least
+    core.resize(ResizeRequest(device_bytes=3 * 2**20))
+    pressed.pressure = Pressure(90, 100, 0.0)
+    for _ in range(400):
+        pressed.now += 1.0
+        if core.is_due():
+            core.step()
+    assert core.memory().device.asked == 3 * 2**20, "it grew beyond what was asked for"
     core.release_memory(0.0)
     pressed.now += 1.0
     assert not core.is_due(), "released memory follows nothing"
+    core.close()
+
+
+def test_a_change_beside_a_shrink_that_preempts_lets_it_preempt() -> None:
+    """That of host memory, that of pressure, and one that resumes what is not released."""
+    core = engine("quire-bundled", "1MiB..4MiB", load="always", host_memory="16MiB", kv_pressure=True)
+    part = memory_of(core)
+    assert isinstance(part, PressedMemory)
+    core.resize(ResizeRequest(device_bytes=2 * 2**20, preempt=True))
+    assert not part.preempts, "it is done"
+    part._is_busy = True
+    for change in (
+        lambda: core.resize(ResizeRequest(host_bytes=8 * 2**20)),
+        lambda: part.follow(3 * 2**19),
+        lambda: core.resume_memory(0.0),
+    ):
+        change()
+        assert part._preempts
+        part._is_busy = True
+    core.resize(ResizeRequest(device_bytes=2**20))
+    assert not part._preempts, "it was asked not to"
+    core.release_memory(0.0)
+    part._is_busy = True
+    core.resume_memory(0.0)
+    assert not part._preempts
     core.close()
 
 

@@ -32,7 +32,15 @@ class ResizedMachine:
         "set_aside",
         "clear",
     )
-    EVENTS = ("refused", "moved", "fixed in the way", "none free to move to", "too many at once", "freed beyond the limit", "came again")
+    EVENTS = (
+        "refused",
+        "moved",
+        "fixed in the way",
+        "none free to move to",
+        "too many at once",
+        "freed beyond the limit",
+        "came again",
+    )
 
     def __init__(self, choices: Choices) -> None:
         self.size = choices.between(1, 16)

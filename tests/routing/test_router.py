@@ -11,7 +11,9 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
+import httpx
 import pytest
 from openai import APIStatusError
 
@@ -46,6 +48,24 @@ def chosen(router: LiveRouter, before: list[int]) -> set[int]:
 
 
 # -- what passes
+
+
+def test_a_router_waits_as_long_as_a_change_of_memory_may(router: LiveRouter, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, limits = httpx.AsyncClient.request, list[float]()
+
+    async def request(client: httpx.AsyncClient, *given: Any, **options: Any) -> httpx.Response:
+        if "/v1/cache/" in str(options.get("url", given)):
+            limits.append(options["timeout"])
+        return await real(client, *given, **options)
+
+    monkeypatch.setattr(httpx.AsyncClient, "request", request)
+    for path in ("resize", "memory/release", "memory/resume"):
+        for body, least in (({"wait_s": 300}, 300), ({"wait_s": 1e9}, 600), ({"wait_s": "x"}, 0), ({}, 0)):
+            router.request(f"/v1/cache/{path}", body)
+            assert {limit - least for limit in limits} == {60.0} and len(limits) == 2
+            limits.clear()
+    router.request("/v1/cache/flush", {"wait_s": 300})
+    assert limits == [60.0, 60.0]
 
 
 def test_answers_are_those_of_a_server(router: LiveRouter) -> None:

@@ -262,6 +262,21 @@ def test_retentions_and_sessions_within_a_floor_stay() -> None:
     assert server.serve(QUIET, text(1, 9)) == 8
 
 
+def test_a_release_ends_what_tenants_keep_within_their_floors() -> None:
+    server = TenantServer({"quiet": {"floor": "25%"}, "noisy": {"floor": "25%"}})
+    retention, resizing = offload_of(server.cache).retention, server.cache.resizing
+    for space in (QUIET, NOISY):
+        server.serve(space, text(1, 4), session="s" + space.salt)
+        server.serve(space, text(2, 4))
+        retention.retain(np.array(text(2, 4), dtype=np.int32), space, ttl_seconds=60.0)
+    assert server.cache.sessions.num_held == 2 == len(retention)
+    resizing.aim(resizing.plan, released=True)
+    for _ in range(3):
+        resizing.go_on([], [], [0])
+    assert resizing.reached and not server.cache.sessions.num_held and not retention.num_pages
+    server.cache.audit()
+
+
 def test_a_prompt_longer_than_a_share_of_windows_goes_on_in_parts() -> None:
     server = TenantServer({"noisy": {"ceiling": "50%"}, "quiet": {}}, kinds="window")
     request = server.add(NOISY, text(1, 18), most=2)

@@ -15,6 +15,7 @@ from quire.offload.host_groups import HostGroup
 from quire.offload.tiering import Tiering
 from quire.spec.ids import Ids
 
+
 class HostResizing:
     """The size of the host tier of one cache. `move(group, sources, targets)` copies records at once."""
 
@@ -28,7 +29,7 @@ class HostResizing:
     def reached(self) -> bool:
         """Whether each group has the frames of the goal, and uses none beyond."""
         pools = [(host.allocator.ids, self.goal[host.index]) for host in self._tiers.hosts]
-        return all(ids.limit <= goal and not ids.num_beyond for ids, goal in pools)
+        return all(ids.limit == goal and not ids.num_beyond for ids, goal in pools)
 
     def extent(self, group: int) -> int:
         """The last frame of a group that has to have memory."""
