@@ -380,34 +380,23 @@ def test_a_size_that_is_reached_is_counted_and_not_looked_for(monkeypatch: pytes
 
 def test_steps_go_on_between_tries_of_a_shrink(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is tried again when a request has ended, or after a while: not at each step, which it would drain."""
-    core = engine("quire-bundled")
-    part, tries = memory_of(core), 0
-    real = part._go_on
-
-    def go_on() -> None:
-        nonlocal tries
-        tries += 1
-        real()
-
-    monkeypatch.setattr(part, "_go_on", go_on)
-    monkeypatch.setattr(part, "_seconds", lambda: 0.0)
+    core, now = engine("quire-bundled"), 0.0
+    part, cache = memory_of(core), core.cache
+    monkeypatch.setattr(part, "_seconds", lambda: now)
     tokens = added(core, "r")
     for _ in range(6):
         for output in core.step():
             tokens[output.request_id].extend(output.token_ids)
-    found = resized(core, core.memory().device.least)
-    assert not found.done
-    seen, changed, quiet, tries = {core.cache.tree.num_releases}, core.cache.num_changes, 0, 0
-
-    def between(step: int) -> None:
-        nonlocal changed, quiet
-        quiet += core.cache.num_changes > changed and core.cache.tree.num_releases in seen and not core.memory().done
-        seen.add(core.cache.tree.num_releases)
-        changed = core.cache.num_changes
-
-    assert stepped(core, tokens, between) == expected("quire-bundled")
-    assert quiet > 1, "no step commits pages alone"
-    assert 0 < tries <= len(seen), f"{tries} tries, and {len(seen)} times a request has ended"
+    assert not resized(core, core.memory().device.least).done
+    changes = cache.num_changes
+    cache.parts.changed()
+    assert cache.num_changes > changes and not part.is_due, "pages were cached, and none is free for it"
+    now = 0.06
+    assert part.is_due
+    now = 0.0
+    cache.tree.release(cache.tree.pin(next(iter(cache.tree.nodes()))))
+    assert part.is_due
+    assert stepped(core, tokens, lambda step: None) == expected("quire-bundled")
     assert core.memory().done
     core.close()
 

@@ -136,7 +136,7 @@ def test_an_engine_follows(monkeypatch: pytest.MonkeyPatch) -> None:
             core.step()
     assert core.memory().done and core.memory().device.reached <= core.memory().device.least
     core.resize(ResizeRequest(device_bytes=3 * 2**20))
-    pressed.pressure = Pressure(90, 100, 0.0)
+    pressed.pressure = Pressure(9 * GIB, 10 * GIB, 0.0)
     for _ in range(400):
         pressed.now += 1.0
         if core.is_due():

@@ -141,7 +141,6 @@ class Resizing:
                 self._growth.reclaim(wanted, _CAUSE)
                 return
             except OutOfPages:
-                self._parts.tree.tenants.all_over()  # whose rows at rest and retentions stay if others have more
                 held = [group.num_held + more for group, more in zip(self._parts.groups, reserved, strict=True)]
                 least = [min(now, max(n, own)) for now, n, own in zip(limits, least, held, strict=True)]
 

@@ -139,9 +139,6 @@ class Tenants(TenantShares):
     def is_over(self, namespace: Namespace) -> bool:
         return bool(self.over[self.number(namespace)])
 
-    def all_over(self) -> None:
-        self.over = np.ones_like(self.over)
-
     # -- terms
 
     @property

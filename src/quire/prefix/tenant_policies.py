@@ -41,9 +41,6 @@ class TenantShares:
         """Whether what a namespace keeps may end for the request that was asked for last."""
         return True
 
-    def all_over(self) -> None:
-        """What any namespace keeps may end, until a request asks."""
-
     def is_capped(self, namespace: Namespace) -> bool:
         """Whether its tenant has a ceiling."""
         return False
