@@ -82,7 +82,7 @@ def steady(events: bytes) -> tuple[bytes, list[float], dict[bytes, bytes]]:
     """Choice by choice; the floats, and the counts of the last usage, apart. Without what no server can know: when
     another one completes the answer, what its session has, ids of calls that nobody has seen, and how many tokens have
     arrived when an event is written."""
-    counts = re.compile(rb'"(completion|total)_tokens":(\d+)')
+    counts = re.compile(rb'"(completion|total|output)_tokens":(\d+)')
     found = re.sub(rb'"completed_at":\d+|"session":\{[^}]*\}|"call_[0-9a-f]+"', b"", events)
     choice = re.compile(rb'"choices":\[\{"index":(\d+)')
     in_order = sorted(counts.sub(b"", found).split(b"\n\n"), key=lambda each: choice.findall(each) or [b"9"])
