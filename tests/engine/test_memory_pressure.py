@@ -144,7 +144,7 @@ def test_an_engine_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert core.memory().device.asked == 3 * 2**20, "it grew beyond what was asked for"
     core.release_memory(0.0)
     pressed.now += 1.0
-    assert not core.is_due(), "released memory follows nothing"
+    assert not memory_of(core).is_due, "released memory follows nothing"
     core.close()
 
 
