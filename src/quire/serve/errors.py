@@ -104,6 +104,8 @@ def install(app: FastAPI) -> None:
 
     async def on_http_error(request: Request, error: HTTPException) -> Response:
         methods = (error.headers or {}).get("Allow", "")
+        if methods:  # those of the first route of that path alone
+            methods = ", ".join(app.openapi()["paths"].get(request.url.path, ())).upper() or methods
         allowed = {"Allow": ", ".join(_allowed(methods))} if methods else {}
         if methods and request.method == "OPTIONS":
             return Response(status_code=204, headers=allowed)
