@@ -66,7 +66,7 @@ class Histogram:
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Histogram:
-        """That of which `to_dict` made this."""
+        """The histogram that `to_dict` made this of."""
         made = cls([bound for bound, _ in found["at_most"]])
         sums = [count for _, count in found["at_most"]] + [found["count"]]
         made._counts = [count - before for before, count in pairwise([0, *sums])]
