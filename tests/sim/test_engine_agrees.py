@@ -70,7 +70,7 @@ def count_steps(core: EngineCore) -> None:
         return settle(*result)  # type: ignore[arg-type]
 
     core.scheduler.settle = counted  # type: ignore[method-assign, assignment]
-    core.cache.tree._policy.timed_by(lambda: float(settled))
+    core.cache.tree.policy.timed_by(lambda: float(settled))
 
 
 def in_the_simulator(
