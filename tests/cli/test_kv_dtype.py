@@ -151,9 +151,3 @@ def test_bad_input(script: Run, tiny_model: Path, tmp_path: Path, options: tuple
     assert shown.exit_code == 2
     error = json.loads(shown.stderr)["error"]
     assert said in error["message"] + error["fix"]
-
-
-def test_a_user_is_told_where_the_script_is(run: Run) -> None:
-    for typed in (("kv-error", "--model", "x"), ("kv-error",), ("doctor", "--kv-dtype", "fp8")):
-        shown = run(*typed)
-        assert (shown.exit_code, "bench.engine.kv_error" in shown.stderr) == (2, True)

@@ -88,6 +88,13 @@ def test_the_page_loads_nothing_from_elsewhere_and_writes_no_markup() -> None:
             assert not found, (path.name, found)
 
 
+def test_no_other_page_loads_scripts_from_elsewhere(echo: LiveServer) -> None:
+    for path in ("/docs", "/redoc"):
+        status, _, answer = echo.exchange(path, headers={"Accept": BROWSER})
+        assert (status, answer["error"]["code"]) == (404, "QUIRE-SERVE-05")
+    assert echo.exchange("/openapi.json")[2]["paths"]
+
+
 class Viewer:
     """A client of the events, which reads when it is told."""
 

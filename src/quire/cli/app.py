@@ -8,20 +8,18 @@ import typer
 
 from quire import __version__
 from quire.cli.command import command
-from quire.cli.doctor import DoctorSettings, doctor
+from quire.cli.doctor import doctor
 from quire.cli.explain import explain
 from quire.cli.fleet import fleet
 from quire.cli.generate import generate
 from quire.cli.memory import memory
 from quire.cli.plan import plan
 from quire.cli.replay import replay
-from quire.cli.report import reported
 from quire.cli.serve import serve, up
 from quire.cli.server import audit
 from quire.cli.store import gc, inspect, verify
 from quire.cli.store_scopes import explain as explain_store
 from quire.cli.top import top
-from quire.errors import InvalidInput
 
 _SHOWN: dict[str, Any] = {
     "no_args_is_help": True,
@@ -41,24 +39,6 @@ for body in (replay, explain, audit, doctor, top, memory):
 for part in (inspect, verify, gc, explain_store):
     command(store)(part)
 app.add_typer(store)
-
-
-def _refused_command(name: str, what: str, fix: str) -> None:
-    """A hidden command that points to another one, whatever options it gets."""
-
-    def refuse() -> None:
-        with reported(as_json=False):
-            raise InvalidInput(what, fix=fix)
-
-    app.command(name, hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(refuse)
-
-
-_refused_command("kv-error", *DoctorSettings.FOREIGN["kv_dtype"])
-_refused_command(
-    "fuzz",
-    "fuzzing is for those who change Quire, and not installed.",
-    "type `make fuzz` in a checkout of Quire; `python -m tests.fuzz --help` there lists its options.",
-)
 
 
 def _print_version(value: bool) -> None:

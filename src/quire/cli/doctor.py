@@ -13,7 +13,7 @@ from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -22,7 +22,7 @@ from quire import __version__
 from quire.cli.report import Report, named_rows
 from quire.engine.cores import available_cores, quota_cores, usable_cores
 from quire.plan.budget import format_bytes
-from quire.settings.setting import Settings, default_of
+from quire.settings.setting import default_of
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "fastapi")
 _ISA = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16", "sve")
@@ -35,18 +35,7 @@ _STORES = {
 """Programs that serve each store, the package of its client, and its usual port."""
 
 
-class DoctorSettings(Settings):
-    """`quire doctor` has no settings; it says where the check of a KV dtype is."""
-
-    FOREIGN: ClassVar[Mapping[str, tuple[str, str]]] = {
-        "kv_dtype": (
-            "what a KV dtype costs a model is measured by a script of the repository.",
-            "run `python -m bench.engine.kv_error MODEL --kv-dtype fp8_e4m3` in a checkout.",
-        )
-    }
-
-
-def doctor(settings: DoctorSettings) -> Report:
+def doctor() -> Report:
     """Describe this machine, the defaults of Quire on it, and likely problems.
 
     [dim]Example:[/dim] quire doctor --json

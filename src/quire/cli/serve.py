@@ -159,7 +159,7 @@ def _ready_panel(summary: dict[str, Any]) -> Panel:
         *([("Speculation", drafting)] if drafting else ()),
         *(tier_rows(tiers) if tiers else ()),
         *([("Role", _role(summary))] if summary["role"] else ()),
-        ("Listening", f"{summary['url']}/v1  (also /health, /metrics, /docs)"),
+        ("Listening", f"{summary['url']}/v1  (also /health, /metrics)"),
         ("Page", f"{summary['url']}/  (what the cache does, in a browser)"),
     ]
     parts: list[RenderableType] = [ledger_table(plan), "", summary_table(plan), named_rows(rows)]

@@ -80,6 +80,8 @@ def create_app(
         summary="OpenAI-compatible server on a paged, prefix-shared KV cache.",
         version=__version__,
         responses=failures(ErrorAnswer),
+        docs_url=None,  # these pages load scripts from elsewhere
+        redoc_url=None,
     )
     describe(app)
     errors.install(app)

@@ -56,7 +56,7 @@ def prefers_page(accept: str) -> bool:
 def page_router(service: Service) -> APIRouter:
     """The routes, for `service`."""
     router = APIRouter()
-    facts = {"name": "quire", "version": __version__, "model": service.model_name, "documentation": "/docs"}
+    facts = {"name": "quire", "version": __version__, "model": service.model_name, "documentation": "/openapi.json"}
 
     @router.get("/", response_model=None)
     async def root(request: Request) -> Response:
