@@ -6,7 +6,6 @@ gets the docstrings of the public names.
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 from pathlib import Path, PurePosixPath
@@ -90,11 +89,6 @@ def _add(files: Files, config: MkDocsConfig, path: str) -> None:
 
 def _docstrings() -> str:
     """A directive of mkdocstrings for each public name."""
-    module = ast.parse((ROOT / "src/quire/__init__.py").read_text(encoding="utf-8"))
-    [names] = [
-        ast.literal_eval(node.value)
-        for node in module.body
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__"
-    ]
-    parts = [f"::: quire.{name}\n" for name in names if name != "__version__"]
+    names = re.findall(r" as (\w+)$", (ROOT / "src/quire/__init__.pyi").read_text(encoding="utf-8"), re.MULTILINE)
+    parts = [f"::: quire.{name}\n" for name in sorted(names)]
     return "\n\n## Docstrings\n\n" + "\n".join(parts)

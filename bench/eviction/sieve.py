@@ -59,7 +59,7 @@ class Sieve(EvictionPolicy):
                 else:
                     found = entry.item
                     found.ticket = 0
-            if self._ahead.first_key(None) is None:
+            if next(iter(self._ahead), None) is None:
                 self._ahead, self._behind, self._hand = self._behind, self._ahead, 0
             if found is not None:
                 return found

@@ -109,16 +109,6 @@ class LazyQueue(Generic[T]):
             self._rest.popleft()
         return None
 
-    def first_key(self, default: Any) -> Any:
-        """The key of the first valid entry, which stays in the queue; `default` if there is none."""
-        while self._first:
-            key, ticket, item = self._first[0]
-            if self._live(ticket, item) is not None:
-                return key
-            heapq.heappop(self._first)
-            self._sum -= 1 if self._size is None else self._size(item)
-        return default
-
     def put_back(self, entry: Entry[T]) -> None:
         """Put the rest of the last popped entry back in its place."""
         assert not self._by_key

@@ -20,8 +20,8 @@ import psutil
 import pytest
 
 from quire.cluster.cluster import Supervisor, _start, make_members, reserve_port
-from quire.cluster.config import ClusterConfig
 from quire.errors import ConnectorError, InvalidInput, NoServer
+from quire.routing.config import ClusterConfig
 from quire.routing.member import Member
 from quire.routing.router import open_client
 from quire.routing.upstream import Upstream

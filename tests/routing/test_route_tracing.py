@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from quire.cluster.config import ClusterConfig
 from quire.routing.chooser import Cheapest
+from quire.routing.config import ClusterConfig
 from quire.routing.tracing import RouteTracing, SentRoutes, open_routes
 from quire.routing.upstream import Preference, Upstream, preferred
 from tests.routing.live_router import LiveRouter

@@ -18,7 +18,7 @@ import pytest
 from openai import APIStatusError
 
 from quire.routing.router import CHECK_S
-from quire.routing.upstream import Upstream, beginning, preference_of, preferred
+from quire.routing.upstream import Upstream, preference_of, preferred
 from quire.serve.config import LEAST_BODY_BYTES, MOST_BODY_BYTES
 from quire.serve.keys import Keys
 from tests.routing.live_router import LiveRouter, wait_until
@@ -247,6 +247,10 @@ def test_the_same_beginning_goes_to_the_same_server(router: LiveRouter) -> None:
         assert len(chosen(router, before)) == 1
         seen |= chosen(router, before)
     assert seen == {0, 1}, "all beginnings went to one server"
+
+
+def beginning(body: bytes) -> bytes:
+    return preference_of(body).key
 
 
 def test_turns_of_an_agent_have_one_beginning() -> None:

@@ -11,7 +11,7 @@ import pytest
 from quire.engine.messages import WireError
 from quire.errors import ContextTooLong, UnknownModel
 from quire.serve.config import LEAST_BODY_BYTES
-from quire.serve.error_forms import ANTHROPIC, OPENAI, form_of
+from quire.serve.errors import ANTHROPIC, OPENAI, form_of
 from tests.routing.live_router import LiveRouter
 from tests.serve.fake_core import CONTEXT
 from tests.serve.live_server import LiveServer

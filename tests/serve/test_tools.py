@@ -14,7 +14,7 @@ from openai import OpenAI
 from quire.client.output import SequenceDelta
 from quire.errors import QuireError
 from quire.serve.conversation import call_of
-from quire.serve.error_forms import OPENAI
+from quire.serve.errors import OPENAI
 from quire.serve.generation import _events
 from quire.serve.journal import NO_JOURNAL
 from tests.serve.live_server import LiveServer

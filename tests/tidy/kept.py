@@ -25,7 +25,7 @@ TOTAL = "total"
 def lines() -> dict[str, int]:
     """Lines of each package, of the modules beside them as "quire", and of all."""
     found: dict[str, int] = {}
-    for path in SOURCE.rglob("*.py"):
+    for path in (*SOURCE.rglob("*.py"), *SOURCE.rglob("*.pyi")):
         first, *rest = path.relative_to(SOURCE).parts
         package = first if rest else "quire"
         found[package] = found.get(package, 0) + path.read_text().count("\n")

@@ -22,10 +22,9 @@ NAMES = [name for name in quire.__all__ if name != "__version__"]
 
 def checked_names() -> dict[str, str]:
     """By name, the module from which type checkers take it."""
-    module = ast.parse((ROOT / "src" / "quire" / "__init__.py").read_text(encoding="utf-8"))
-    blocks = [node for node in module.body if isinstance(node, ast.If)]
-    imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
-    return {alias.name: node.module or "" for node in imports for alias in node.names}
+    module = ast.parse((ROOT / "src" / "quire" / "__init__.pyi").read_text(encoding="utf-8"))
+    imports = [node for node in module.body if isinstance(node, ast.ImportFrom)]
+    return {alias.asname or "": node.module or "" for node in imports for alias in node.names}
 
 
 def test_what_is_listed_checked_and_loaded_is_the_same() -> None:

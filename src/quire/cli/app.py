@@ -10,13 +10,12 @@ from quire import __version__
 from quire.cli.command import command
 from quire.cli.doctor import doctor
 from quire.cli.explain import explain
-from quire.cli.fleet import fleet
+from quire.cli.fleet import fleet, up
 from quire.cli.generate import generate
-from quire.cli.memory import memory
 from quire.cli.plan import plan
 from quire.cli.replay import replay
-from quire.cli.serve import serve, up
-from quire.cli.server import audit
+from quire.cli.serve import serve
+from quire.cli.server import audit, memory
 from quire.cli.store import gc, inspect, verify
 from quire.cli.store_scopes import explain as explain_store
 from quire.cli.top import top

@@ -16,7 +16,7 @@ from quire.plan.source import read_model_config
 from quire.plan.step_cost import CostModel
 from quire.prefix.evict import DEFAULT_POLICY, eviction_policy
 from quire.settings.fields import StepFields
-from quire.settings.tenants import terms_of
+from quire.settings.tenants import read_tenants
 from quire.sim.clock import measure_engine
 from quire.sim.comparison import Grid, SimulatedModel
 from quire.sim.hisparse import SimulatedHiSparse
@@ -70,7 +70,7 @@ def grid_of(
             acceptance=acceptance,
             eviction_worth=cache.eviction_worth,
             endings=cache.endings,
-            tenants=terms_of(engine.tenants),
+            tenants=read_tenants(engine.tenants),
         ),
     )
 

@@ -184,14 +184,3 @@ def _show_error(error: QuireError, *, as_json: bool) -> None:
         text.append("\n\nFix: ", style="bold green")
         text.append(error.fix)
     Terminal(stderr=True).print(Panel(text, title=Text(error.code, "bold"), title_align="left", border_style="red"))
-
-
-def show_processes(rows: Sequence[Mapping[str, Any]], model: str, console: Console, *, as_json: bool) -> None:
-    """The processes that serve a model: a table, or with `as_json` a line for each on the standard output."""
-    if as_json:
-        for row in rows:
-            print(json.dumps(row), flush=True)
-        return
-    shown = [(row["name"], str(row["pid"]), row["url"]) for row in rows]
-    table = plain_table(("process", "pid", "address"), shown, left=("process", "address"))
-    console.print(panel(table, f"{model} is ready", "green"))

@@ -1,4 +1,4 @@
-"""`quire serve` and `quire up`."""
+"""`quire serve`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
-from quire.cli.report import Terminal, named_rows, panel, show_processes
-from quire.cluster.config import ClusterConfig
+from quire.cli.report import Terminal, named_rows, panel
 from quire.engine.config import EngineConfig
 from quire.serve.config import ServerConfig
 
@@ -63,44 +60,6 @@ def serve(engine: EngineConfig, server: ServerConfig, *, as_json: bool) -> None:
     if exit_code:  # a signal during the start: a thread may still load the tokenizer, and would be waited for
         sys.stderr.flush()
         os._exit(exit_code)
-
-
-def up(cluster: ClusterConfig, server: ServerConfig, *, as_json: bool) -> None:
-    """Serve a model from several engines on this machine, some of which compute prompts for the others.
-
-    One OpenAI endpoint is in front of them. With --json, it prints a line for each process when all are ready.
-
-    [dim]Example:[/dim] quire up --prefill 1 --decode 2 --kv-memory 1GiB
-
-    [dim]Example:[/dim] quire up --prefill 0 --decode 2 Qwen/Qwen3-0.6B
-    """
-    from quire.engine.before_load import check_model
-
-    check_model(cluster)  # before the processes, each of which would refuse it
-    from quire.client.process import LOG_FORMAT
-    from quire.cluster.cluster import run_cluster
-
-    logging.basicConfig(level=server.log_level.upper(), format=LOG_FORMAT)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs each request, with health checks
-    console = Terminal(stderr=True)
-    count = cluster.prefill + cluster.decode
-    starting = console.status(f"Starting {count} engine{'s' if count > 1 else ''} of {cluster.model_name} ...")
-    if not as_json:
-        starting.start()
-
-    def on_ready(rows: Sequence[Mapping[str, Any]]) -> None:
-        starting.stop()
-        show_processes(rows, cluster.model_name, console, as_json=as_json)
-
-    def tell(name: str, line: str) -> None:
-        print(f"{name} | {line}", file=sys.stderr, flush=True)
-
-    try:
-        exit_code = run_cluster(cluster, server, on_ready=on_ready, tell=tell)
-    finally:
-        starting.stop()
-    if exit_code:
-        raise typer.Exit(exit_code)
 
 
 def start_summary(config: EngineConfig, running: Running) -> dict[str, Any]:

@@ -20,16 +20,16 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import httpx
 import uvloop
 
-from quire.cluster.config import ClusterConfig
 from quire.engine.cores import available_cores
 from quire.errors import ConnectorError, NoServer, QuireError
+from quire.routing.config import ClusterConfig, OnReady
 from quire.routing.member import Member, Tell, environment_for
 from quire.routing.router import CHECK_S, Router, open_client
 from quire.routing.tracing import RouteTracing, open_routes
@@ -123,10 +123,6 @@ class Supervisor:
 
     async def _ended(self, members: Iterable[Member]) -> None:
         await asyncio.gather(*(member.ended() for member in members))
-
-
-OnReady = Callable[[list[dict[str, Any]]], None]
-"""Is called with a row for each process, the router's last, when requests are answered."""
 
 
 def run_cluster(config: ClusterConfig, server: ServerConfig, *, on_ready: OnReady, tell: Tell) -> int:

@@ -71,7 +71,7 @@ from quire.plan.report import plan_as_dict
 from quire.scheduler.chunk_budget import chunk_budget
 from quire.scheduler.policy import scheduling_policy
 from quire.scheduler.scheduler import Scheduler
-from quire.settings.tenants import terms_of
+from quire.settings.tenants import read_tenants
 from quire.spec.ending import Ending
 from quire.spec.events import Namespace
 from quire.speculative.part import Speculation
@@ -185,7 +185,7 @@ class EngineCore:
             explains=config.explain,
             sessions=SessionSettings(share=config.session_share, ttl_s=config.session_ttl),
             offload=offloads_of(self),
-            tenants=terms_of(config.tenants),
+            tenants=read_tenants(config.tenants),
         )
         self.offload = offload_of(self.cache)
         self.weights_epoch = config.weights_epoch

@@ -28,6 +28,7 @@ from quire.errors import AddressInUse, InvalidInput, NoServer, QuireError, start
 from quire.fleet.config import FleetConfig, RayConfig
 from quire.fleet.deployments import APPLICATION
 from quire.fleet.placement import Waiting, refuse_unplaced
+from quire.routing.config import OnReady
 from quire.serve.config import ServerConfig
 from quire.serve.server import bind, url_of
 from quire.transfer.address import parse_address
@@ -46,9 +47,6 @@ _LOCAL = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
 }
-
-OnReady = Callable[[list[dict[str, Any]]], None]
-"""Is called with a row for each engine, and one with the address of the fleet, when requests are answered."""
 
 Progress = Callable[[str], None]
 """Is called with what a start waits for."""

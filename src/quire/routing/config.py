@@ -1,8 +1,8 @@
-"""MembersConfig: the settings that all engines behind a router share."""
+"""MembersConfig: the settings that all engines behind a router share. ClusterConfig: those of one machine."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
 from pydantic import field_validator
@@ -13,6 +13,9 @@ from quire.settings.setting import setting
 
 RouterKind = Literal["prefix", "events"]
 """What a router chooses by."""
+
+OnReady = Callable[[list[dict[str, Any]]], None]
+"""Is called with a row for each process, the router's last, when requests are answered."""
 
 
 class MembersConfig(EngineConfig):
@@ -53,3 +56,12 @@ class MembersConfig(EngineConfig):
         shared = self.model_fields_set & EngineConfig.model_fields.keys()
         given = {name: getattr(self, name) for name in shared} | {"identify_weights": True}
         return EngineConfig.read(given | chosen)
+
+
+class ClusterConfig(MembersConfig):
+    """Settings of engines of one machine."""
+
+    GROUP: ClassVar[str] = "Cluster"
+
+    prefill: int = setting(1, "Engines that compute prompts for the others; 0 for none.", ge=0, le=64)
+    decode: int = setting(1, "Engines that answer requests; `--replicas` of `quire fleet`.", ge=1, le=64)

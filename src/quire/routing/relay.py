@@ -24,8 +24,7 @@ from starlette.types import Send
 from quire.errors import NoServer, QuireError
 from quire.routing.tracing import RouteSpan
 from quire.routing.upstream import Preference, Upstream
-from quire.serve.error_forms import form_of
-from quire.serve.errors import COME_AGAIN, UNTOUCHED, error_response
+from quire.serve.errors import COME_AGAIN, UNTOUCHED, error_response, form_of
 from quire.serve.gate import REQUEST_ID
 from quire.serve.journal import END, JOURNAL, LOST, MOST_JOURNAL_BYTES, PREFIX, TOKENS
 from quire.serve.keys import LIVE

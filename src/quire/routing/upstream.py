@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,16 +80,9 @@ class _BodyStart(msgspec.Struct):
 _BODY = msgspec.json.Decoder(_BodyStart)
 
 
-def beginning(body: bytes, header: str = "") -> bytes:
+def _beginning(found: _BodyStart) -> bytes:
     """What requests with the same beginning have in common: the first bytes of the prompt, or of each message up to the
-    first of the user, so that all turns of a conversation have the same; and the salt. Turns of a session, which the
-    body or the header names, have its name in common instead."""
-    try:
-        found = _BODY.decode(body)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return b""  # any server refuses it
-    if named := _session(found, header):
-        return bytes(found.cache_salt)[:_KEY_BYTES] + b"\0" + named[:_KEY_BYTES]
+    first of the user, so that all turns of a conversation have the same; and the salt."""
     parts = [found.cache_salt, found.prompt or found.prompt_token_ids, found.instructions]
     given = [found.input] if isinstance(found.input, str) else found.input
     for message in found.messages or given:
@@ -140,10 +132,15 @@ class Preference:
 
 
 def preference_of(body: bytes, header: str = "") -> Preference:
-    """That of a request with this body, by its beginning. A session may be named in this `header` instead."""
-    with suppress(msgspec.MsgspecError, ValueError, RecursionError):
-        return Preference(beginning(body, header), stays=bool(_session(_BODY.decode(body), header)))
-    return Preference(b"")
+    """That of a request with this body, by its beginning. Turns of a session, which the body or this header names,
+    have its name in common instead."""
+    try:
+        found = _BODY.decode(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return Preference(b"")  # any server refuses it
+    if named := _session(found, header):
+        return Preference(bytes(found.cache_salt)[:_KEY_BYTES] + b"\0" + named[:_KEY_BYTES], stays=True)
+    return Preference(_beginning(found))
 
 
 def _session(found: _BodyStart, header: str) -> bytes:

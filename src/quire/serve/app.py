@@ -17,14 +17,13 @@ from quire.errors import EngineDead
 from quire.observe.metrics import ServerMetrics
 from quire.serve import errors
 from quire.serve.answers import ErrorAnswer, ModelCard, ModelList, Version, describe, failures
-from quire.serve.cache_routes import cache_router, insight_router
-from quire.serve.completions import completions_router
+from quire.serve.cache_routes import cache_router, insight_router, memory_router, tenant_router
+from quire.serve.choices import completions_router
 from quire.serve.config import ServerConfig
 from quire.serve.gate import add_gate
 from quire.serve.generation import Service
 from quire.serve.keys import Keys
 from quire.serve.live import Live
-from quire.serve.memory_routes import memory_router
 from quire.serve.messages import messages_router
 from quire.serve.other_names import names_router
 from quire.serve.page import page_router
@@ -33,7 +32,6 @@ from quire.serve.responses import responses_router
 from quire.serve.sglang_generate import generate_router
 from quire.serve.shares import Shares
 from quire.serve.sse import ClientGone
-from quire.serve.tenant_routes import tenant_router
 from quire.serve.texts import PromptTexts
 from quire.serve.tokenizer_routes import tokenizer_router
 from quire.serve.tracing import Tracing

@@ -1,13 +1,14 @@
-"""The routes of `/v1/cache` and `/v1/sessions`: what an engine keeps, says of it and checks.
+"""The routes of `/v1/cache`, `/v1/sessions` and `/v1/tenants`: what an engine keeps, says of it and checks.
 
 A client may use each namespace whose salt it has. A retention is released by the key that made it, by an id that only
 the answer has; the list has neither ids nor tokens nor salts. A client sees and ends the sessions of its own key; the
 operator those of all. Audit and history are for operators: they tell of requests of all namespaces, without tokens or
-salts.
+salts. So are the size of the memory, and who holds what.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from hashlib import sha256
@@ -16,9 +17,11 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from pydantic import AliasChoices, Field
 
-from quire.client.async_engine import Prompt
+from quire.client.async_engine import ANSWER_TIMEOUT_S, Prompt
 from quire.client.process import Core
 from quire.engine.config import MOST_EPOCHS
+from quire.engine.memory_report import MemoryReport, ResizeRequest
+from quire.engine.messages import Later
 from quire.serve.closed_object import ClosedObject
 from quire.serve.conversation import Conversation
 from quire.serve.errors import BadField
@@ -26,7 +29,7 @@ from quire.serve.generation import Service
 from quire.serve.keys import Client, not_allowed
 from quire.serve.protocol import Int32, Messages, SaltText, TemplateVariables, Text, TokenId, field
 from quire.serve.sse import while_connected
-from quire.settings.setting import parse_bytes, parse_tokens
+from quire.settings.setting import Bytes, parse_bytes, parse_tokens
 from quire.spec.events import Namespace
 
 Salt = Annotated[SaltText | None, Field(validation_alias=AliasChoices("cache_salt", "salt"))]
@@ -108,6 +111,35 @@ class PeersBody(ClosedObject):
     """The engines that compute prompts for this one."""
 
     prefill_peers: list[Text] = field("Where they listen: HOST:PORT. Without any, prompts are computed here.", ...)
+
+
+_WAIT_S = 10.0
+
+
+class WaitBody(ClosedObject):
+    """How long an answer may take."""
+
+    wait_s: float = field("Seconds until it is answered in any case.", _WAIT_S, ge=0, le=600, allow_inf_nan=False)
+
+
+class ResizeBody(WaitBody):
+    """What the memory should be."""
+
+    device_bytes: Bytes | None = Field(None, description="KV memory on the device: 8GiB, or a number of bytes.")
+    host_bytes: Bytes | None = Field(None, description="Host memory for pages.")
+    preempt: bool = field("Requests that run give their memory back, wait, and go on later.", False)
+
+
+Part = Annotated[str | int, Field(union_mode="left_to_right")]
+
+
+class TenantBody(ClosedObject):
+    """A tenant, and those of its terms that change."""
+
+    name: Text = field("The tenant.", ...)
+    floor: Part | None = field("KV memory that no other tenant takes from it: a share, or bytes: 25%, 8GiB, 0.")
+    ceiling: Part | None = field("KV memory that it may have; null is all.")
+    weight: float | None = field("Its part of admissions where requests of several tenants wait.")
 
 
 def _allowed_pin(body: RetainBody, request: Request) -> bool:
@@ -260,6 +292,58 @@ def insight_router(service: Service) -> APIRouter:
         asked |= {"max_model_len": max_model_len and parse_tokens(max_model_len)}
         asked |= {"page_size": page_size and parse_tokens(page_size)}
         return await engine.ask(Core.plan_if, {name: int(value) for name, value in asked.items() if value})
+
+    return router
+
+
+def memory_router(service: Service) -> APIRouter:
+    """The routes, for `service`."""
+    router, engine = APIRouter(), service.engine
+
+    async def answered(verb: Callable[..., Later[MemoryReport]], asked: Any, wait_s: float) -> dict[str, Any]:
+        return asdict(await engine.ask(verb, asked, timeout_s=wait_s + ANSWER_TIMEOUT_S))
+
+    @router.get("/v1/cache/memory")
+    async def memory() -> dict[str, Any]:
+        """The size of the KV memory and of host memory for pages, and between what they can be."""
+        return asdict(await engine.ask(Core.memory))
+
+    @router.post("/v1/cache/resize")
+    async def resize(body: ResizeBody) -> dict[str, Any]:
+        """Make the memory smaller or larger while requests run. Cached pages leave first, to lower tiers where there
+        are some. Unless it is `done`, the `holders` keep the rest, and it goes on as they end."""
+        request = ResizeRequest(**{name: getattr(body, name) for name in ResizeRequest.__struct_fields__})
+        return await answered(Core.resize, request, body.wait_s)
+
+    @router.post("/v1/cache/memory/release")
+    async def release(body: WaitBody) -> dict[str, Any]:
+        """Give all KV memory back until it is resumed; the weights stay. Requests that run are preempted, and all wait.
+        Cached pages stay on lower tiers, where there are some."""
+        return await answered(Core.release_memory, body.wait_s, body.wait_s)
+
+    @router.post("/v1/cache/memory/resume")
+    async def resume(body: WaitBody) -> dict[str, Any]:
+        """Have the KV memory again. Requests that wait go on."""
+        return await answered(Core.resume_memory, body.wait_s, body.wait_s)
+
+    return router
+
+
+def tenant_router(service: Service) -> APIRouter:
+    """The routes of tenants, for `service`."""
+    router, engine = APIRouter(), service.engine
+
+    @router.get("/v1/tenants")
+    async def tenants() -> dict[str, Any]:
+        """Each tenant: its keys, its terms, the bytes that it holds, and what became of its prompts."""
+        return {"tenants": [asdict(each) for each in await engine.ask(Core.tenants)]}
+
+    @router.post("/v1/tenants")
+    async def change(body: TenantBody) -> dict[str, Any]:
+        """Change terms of a tenant while requests run. What it has above a new ceiling is evicted when it next asks for
+        room; what is above the floors of others goes when these need it. Terms that cannot be kept change nothing."""
+        terms = {name: getattr(body, name) for name in body.model_fields_set - {"name"}}
+        return {"tenants": [asdict(each) for each in await engine.ask(Core.set_tenant, body.name, terms)]}
 
     return router
 

@@ -20,8 +20,7 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from quire.errors import HeaderTooLarge, InvalidInput, Overloaded, QuireError, TooSlow
-from quire.serve.error_forms import form_of
-from quire.serve.errors import COME_AGAIN
+from quire.serve.errors import COME_AGAIN, form_of
 
 BODY_BYTES_PER_S = 128 * 1024
 """A body may take a second more for so many bytes."""

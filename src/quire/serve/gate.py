@@ -20,8 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.errors import BodyTooLarge
 from quire.serve.config import MOST_BODY_BYTES
-from quire.serve.error_forms import form_of
-from quire.serve.errors import COME_AGAIN, RETRY_AFTER_S, error_response
+from quire.serve.errors import COME_AGAIN, RETRY_AFTER_S, error_response, form_of
 from quire.serve.journal import JOURNAL, MOST_JOURNAL_BYTES, TOKENS, behind_journal
 from quire.serve.keys import Keys
 

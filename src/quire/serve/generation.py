@@ -29,8 +29,7 @@ from quire.scheduler.sampling_params import SamplingParams
 from quire.serve.answer_reader import AnswerReader
 from quire.serve.answers import PromptDetails, Usage
 from quire.serve.conversation import Conversation, Terms
-from quire.serve.error_forms import OPENAI
-from quire.serve.errors import BadField, defect
+from quire.serve.errors import OPENAI, BadField, defect
 from quire.serve.journal import NO_JOURNAL, NoJournal, PromptTokens, journal_of
 from quire.serve.keys import Client, not_allowed
 from quire.serve.live import Live
@@ -215,29 +214,6 @@ class AnswerForm(ABC):
         return found
 
 
-async def begun(
-    service: Service,
-    request: Request,
-    prompts: Sequence[Prompt],
-    params: SamplingParams,
-    terms: Terms,
-    *,
-    kind: str,
-    journal: NoJournal = NO_JOURNAL,
-) -> Generation:
-    """The engine's side of a checked body, until the client leaves, or the deadline. The caller closes it."""
-    client: Client = request.state.client
-    if client.name and not client.is_admin and terms.priority > 0:
-        raise not_allowed("a priority below 0")
-    submit = Generation.submit(
-        service, prompts, params, terms, kind=kind, client_id=request.state.request_id, client=client, journal=journal
-    )
-    generation = await while_connected(request.receive, submit)
-    if service.tracing is not None:
-        generation.parent = service.tracing.parent(request.headers)
-    return generation
-
-
 async def answer(
     service: Service,
     request: Request,
@@ -254,7 +230,8 @@ async def answer(
         ids = await service.engine.token_ids(prompts[0])
         return PromptTokens(ids.tobytes(), request.state.client.salt(terms.cache_salt)).answer()
     journal = journal_of(request, stream=stream)
-    generation = await begun(service, request, prompts, params, terms, kind=form.kind, journal=journal)
+    submit = Generation.submit(service, request, prompts, params, terms, kind=form.kind, journal=journal)
+    generation = await while_connected(request.receive, submit)
     form.places = terms.places
     headers = {} if room is None else {ROOM: str(room)}
     if stream:
@@ -316,7 +293,9 @@ class Generation:
         started_s: float,
         turn: OpenSequences,
         created: int,
+        parent: Context | None,
     ) -> None:
+        """`parent` is that of its spans."""
         self._turn = turn
         loop = asyncio.get_running_loop()
         self._expiry = None if terms.deadline is None else loop.call_at(terms.deadline, self._expire)
@@ -332,23 +311,25 @@ class Generation:
         self._first_token_s: float | None = None  # since the start, as the next ones
         self._last_token_s: dict[int, float] = {}  # key: choice
         self._is_closed = False
-        self.parent: Context | None = None  # that of its spans
+        self._parent = parent
 
     @classmethod
     async def submit(
         cls,
         service: Service,
+        request: Request,
         prompts: Sequence[Prompt],
         params: SamplingParams,
         terms: Terms,
         *,
         kind: str,
-        client_id: str,
-        client: Client,
-        journal: NoJournal,
+        journal: NoJournal = NO_JOURNAL,
     ) -> Generation:
         """Hand all prompts to the engine when it is the client's turn, or none: the first refusal takes back the others
-        and is raised."""
+        and is raised. So is what the client may not ask for."""
+        client: Client = request.state.client
+        if client.name and not client.is_admin and terms.priority > 0:
+            raise not_allowed("a priority below 0")
         if len(prompts) * params.n > MAX_CHOICES:
             raise BadField(
                 f"{len(prompts)} prompts with n={params.n} are {len(prompts) * params.n} sequences; "
@@ -399,9 +380,16 @@ class Generation:
         in_order = [streams[i] for i in range(len(prompts))]
         for i, stream in enumerate(in_order):
             service.texts.keep(f"{request_id}-{i}", stream.request.prompt_token_ids)
-        created = journal.created or int(time.time())
         return cls(
-            service, request_id, in_order, terms, client_id=client_id, started_s=started_s, turn=turn, created=created
+            service,
+            request_id,
+            in_order,
+            terms,
+            client_id=request.state.request_id,
+            started_s=started_s,
+            turn=turn,
+            created=journal.created or int(time.time()),
+            parent=None if service.tracing is None else service.tracing.parent(request.headers),
         )
 
     @property
@@ -511,7 +499,7 @@ class Generation:
         self._service.live.ended(told | {"first_token_s": self._first_token_s})
         if self._service.tracing is not None:
             parts = [(each.times, each.use, self._last_token_s.get(i)) for i, each in enumerate(self._sequences())]
-            self._service.tracing.ended(self.parent, told, self._started_s, parts)
+            self._service.tracing.ended(self._parent, told, self._started_s, parts)
         logger.info(
             "%s [%s]: %d prompt tokens, %d cached, %d output tokens%s, first after %s, %.3f s, %s",
             self.request_id,

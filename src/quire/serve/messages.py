@@ -15,11 +15,9 @@ from starlette.responses import Response
 from quire.client.output import CompletionOutput, SequenceDelta
 from quire.client.tokenising import Rendered, Tokenising
 from quire.errors import QuireError
-from quire.serve.answer_blocks import AnswerBlocks, Event
-from quire.serve.answer_reader import AnswerReader, CallBegun, Content, Piece, Reasoning
+from quire.serve.answer_reader import AnswerBlocks, AnswerReader, CallBegun, Content, Event, Piece, Reasoning
 from quire.serve.answers import MessageAnswer, MessageError, MessageUsage, TokenCount, failures, generated
-from quire.serve.error_forms import ANTHROPIC
-from quire.serve.errors import BadField
+from quire.serve.errors import ANTHROPIC, BadField
 from quire.serve.generation import AnswerForm, ChatTurn, Generation, Service, answer, room_if_less
 from quire.serve.keys import Client
 from quire.serve.messages_protocol import CountBody, MessagesBody

@@ -16,7 +16,7 @@ from quire.client.pooled import POOLED, pooled_of
 from quire.errors import UnsupportedModel
 from quire.serve.answers import PoolingAnswer, PoolingUsage
 from quire.serve.errors import naming
-from quire.serve.generation import Service, begun
+from quire.serve.generation import Generation, Service
 from quire.serve.pooling_protocol import EmbeddingBody, PoolingBody, RerankBody, ScoreBody
 from quire.serve.protocol import MAX_CHOICES
 from quire.serve.sse import json_answer, while_connected
@@ -113,7 +113,8 @@ async def _pooled(
     num_tokens = num_cached = 0
     for at in range(0, len(prompts), MAX_CHOICES):
         some = prompts[at : at + MAX_CHOICES]
-        generation = await begun(service, request, some, POOLED, terms, kind=kind)
+        submit = Generation.submit(service, request, some, POOLED, terms, kind=kind)
+        generation = await while_connected(request.receive, submit)
         try:
             await while_connected(request.receive, generation.finish())
             parts.append(pooled_of(generation.outputs()))

@@ -23,13 +23,11 @@ from starlette.responses import Response
 from quire.client.output import CompletionOutput, SequenceDelta
 from quire.errors import QuireError, UnknownRequest
 from quire.scheduler.sampling_params import SamplingParams
-from quire.serve.answer_blocks import AnswerBlocks, Event
-from quire.serve.answer_reader import AnswerReader, CallBegun, Content, Piece, Reasoning
+from quire.serve.answer_reader import AnswerBlocks, AnswerReader, CallBegun, Content, Event, Piece, Reasoning
 from quire.serve.answers import InputTokens, ResponseAnswer, ResponseUsage, generated
 from quire.serve.choices import token_logprobs
 from quire.serve.conversation import Conversation, Tool, ToolChoice
-from quire.serve.error_forms import openai_error
-from quire.serve.errors import BadField
+from quire.serve.errors import BadField, openai_error
 from quire.serve.generation import AnswerForm, ChatTurn, Generation, Service, answer, room_if_less
 from quire.serve.responses_protocol import ENCRYPTED, LOGPROBS, REPEATED, ResponsesBody, encrypted
 from quire.serve.sse import event

@@ -34,7 +34,7 @@ from quire.serve.app import create_app
 from quire.serve.config import MOST_BODY_BYTES, ServerConfig
 from quire.serve.connections import HEAD_S, Limits, limited_to
 from quire.serve.tracing import Tracing, open_tracing
-from quire.settings.tenants import terms_of
+from quire.settings.tenants import read_tenants
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def serve(
     is touched, `on_ready` once requests are answered. After a signal during the start, a thread may still load
     the tokenizer.
     """
-    server.keys().check_tenants(terms_of(config.tenants))  # refused before the model is loaded
+    server.keys().check_tenants(read_tenants(config.tenants))  # refused before the model is loaded
     tracing = open_tracing(config)
     listener = bind(server.host, server.port)
     with contextlib.closing(listener), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

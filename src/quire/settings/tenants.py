@@ -85,18 +85,15 @@ class TenantTerms:
         return TenantTerms(name=self.name, keys=self.keys, floor=floor, ceiling=ceiling, weight=float(weight))
 
 
-def read_tenants(path: Path) -> tuple[TenantTerms, ...]:
-    """The tenants of a file; the first is `default`. Raises InvalidInput."""
+def read_tenants(path: Path | None) -> tuple[TenantTerms, ...]:
+    """The tenants of a file; the first is `default`. There are none without a file. Raises InvalidInput."""
+    if path is None:
+        return ()
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InvalidInput(f"the tenants in '{path}' cannot be read: {error}.", fix="write a JSON object.") from error
     return tenants_of(found)
-
-
-def terms_of(path: Path | None) -> tuple[TenantTerms, ...]:
-    """As `read_tenants`; none without a file."""
-    return () if path is None else read_tenants(path)
 
 
 def tenants_of(found: Any) -> tuple[TenantTerms, ...]:
@@ -133,8 +130,3 @@ def check_tenants(tenants: Sequence[TenantTerms], total: int) -> None:
             f"the floors need {sum(promised.values()):.1%} of the KV memory of {total:,} bytes: {told}.",
             fix="lower them to 100 % together, or raise --kv-memory.",
         )
-
-
-def floor_bytes(tenants: Sequence[TenantTerms], total: int) -> int:
-    """Bytes of KV memory that the floors need, if there are `total` bytes: shares of these, and sizes as they are."""
-    return sum(each.floor.bytes or int(each.floor.share * total) for each in tenants)

@@ -10,7 +10,7 @@ import numpy as np
 
 from quire.loop import Part
 from quire.routing.page_index import PageIndex
-from quire.routing.upstream import Upstream, beginning, preferred
+from quire.routing.upstream import Upstream, preference_of, preferred
 from quire.sim.published_events import EventWire
 from quire.sim.replay import Replay
 from quire.sim.scripts import ScriptedRequest
@@ -127,7 +127,8 @@ class ByPrefix(RequestRouter):
             {"role": "user", "content": tokens[shared : shared + _LONGEST].tolist()},
         ]
         named = dict.fromkeys(["session_id"] * bool(request.session), request.session)
-        return beginning(json.dumps({"messages": messages, "cache_salt": request.namespace.salt} | named).encode())
+        body = {"messages": messages, "cache_salt": request.namespace.salt} | named
+        return preference_of(json.dumps(body).encode()).key
 
 
 class ByEvents(RequestRouter):
