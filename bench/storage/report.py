@@ -68,11 +68,11 @@ def print_report(result: Row, console: Console) -> None:
     shown: dict[str, Callable[[list[Row]], Table]] = {
         "copies": _copies,
         "directory": _directory,
-        "network": _network,
         "engine": _engine,
         "simulator": _simulator,
     }
-    for name, rows in result["parts"].items():
+    for name in [name for name in shown if name in result["parts"]]:
+        rows = result["parts"][name]
         console.print(shown[name]([row for row in rows if "skipped" not in row]))
         for row in rows:
             if "skipped" in row:
@@ -121,14 +121,6 @@ def _directory(rows: list[Row]) -> Table:
             store, part = row[f"{verb}_store_gb_per_s"], row[f"{verb}_of_disk"]
             cells += [f"{row[f'{verb}_disk_gb_per_s']:.2f}", f"{store:.2f} ({part:.0%})"]
         table.add_row(f"{row['record_bytes'] >> 10} KiB", row["how"], *cells)
-    return table
-
-
-def _network(rows: list[Row]) -> Table:
-    table = _table("Servers on this machine", "system", "verb", "record", "GB/s", "best GB/s", "one record, ms")
-    for row in rows:
-        numbers = [str(row[name]) for name in ("gb_per_s", "best_gb_per_s", "one_ms")]
-        table.add_row(row["system"], row["verb"], f"{row['record_bytes'] >> 10} KiB", *numbers)
     return table
 
 

@@ -6,10 +6,9 @@
     python -m bench.storage.tiers --traces FOLDER           where the published traces are (lmcache_agent, mooncake)
 
 Parts: `copies` (frames against a plain copy of memory, digests against copies), `directory` (the directory store
-against plain reads and writes of one file, with O_DIRECT and without), `network` (Valkey and Mooncake against their own
-clients, where their servers are), `engine` (time to the first token in the real engine, of sessions that come back and
-where all fits on the device), `simulator` (the same on published traces, with the costs of an H100). See
-bench/README.md.
+against plain reads and writes of one file, with O_DIRECT and without), `engine` (time to the first token in the real
+engine, of sessions that come back and where all fits on the device), `simulator` (the same on published traces, with
+the costs of an H100). See bench/README.md.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ import numpy as np
 from bench.harness import SHARED, machine, new_parser, save
 from bench.storage.bandwidth import Bandwidth, measure_directory, measure_disk
 from bench.storage.copies import measure_copies
-from bench.storage.network import measure_mooncake, measure_valkey
 from bench.storage.report import FITS, RETURNING, print_report, verdicts
 from rich.console import Console
 
@@ -94,24 +92,6 @@ def _disk_and_store(folder: Path, size: int, total: int, *, direct: bool) -> tup
     batch = max(1, min(64, (16 << 20) // size))
     disk = measure_disk(folder, size, total, 4, direct=direct)
     return disk, measure_directory(folder, size, total, batch, 4, direct=direct)
-
-
-def measure_servers(options: argparse.Namespace) -> list[Row]:
-    """Rows of `stores_network.py`; a system whose server is not here has a row that says so."""
-    volume, repeats = (2**21, 1) if options.toy else (2**26, 7)
-    rows: list[Row] = []
-    programs: list[tuple[str, Callable[[int, int], list[Row]], str]] = [
-        ("Valkey", measure_valkey, "no valkey-server or redis-server in PATH"),
-        ("Mooncake", measure_mooncake, "mooncake is not installed; QUIRE_MOONCAKE_SITE may name where it is"),
-    ]
-    for name, measure, absent in programs:
-        try:
-            found = measure(volume, repeats)
-        except (ImportError, RuntimeError) as error:
-            found, absent = [], f"{type(error).__name__}: {error}"
-        rows += found or [{"system": name, "skipped": absent}]
-        options.say(name)
-    return rows
 
 
 # -- time to the first token, in the engine
@@ -268,7 +248,6 @@ def _replayed(name: str, trace: Trace) -> list[Row]:
 PARTS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "copies": measure_frames,
     "directory": measure_disks,
-    "network": measure_servers,
     "engine": measure_engine,
     "simulator": measure_traces,
 }

@@ -17,7 +17,7 @@ def test_the_measurement_runs(tmp_path: Path) -> None:
     done = run_program(BENCH, "--toy", "--folder", tmp_path, "--json", written)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(written.read_text())
-    assert set(result["parts"]) == {"copies", "directory", "network", "engine", "simulator"}
+    assert set(result["parts"]) == {"copies", "directory", "engine", "simulator"}
     engine = {row["tiers"]: row["use"] for row in result["parts"]["engine"] if row["case"] == "sessions come back"}
     fits = {row["tiers"]: row["use"] for row in result["parts"]["engine"] if row["case"] != "sessions come back"}
     assert fits.keys() == {"none", "host", "storage"}
