@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import socket
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -14,7 +15,7 @@ import msgspec
 
 from quire.transfer.address import Address
 from quire.transfer.control import Control, Event
-from quire.transfer.handshake import Hello, Identity, Role
+from quire.transfer.handshake import Hello, Identity, Role, shake
 
 T = TypeVar("T")
 SECRET = b"a secret of tests"
@@ -25,6 +26,42 @@ LONG_S = 30.0
 def hello(name: str, role: Role, epoch: int = 1, **changes: Any) -> Hello:
     """By default of the same model; `changes` are of its identity."""
     return Hello(name, epoch, role, msgspec.structs.replace(IDENTITY, **changes), "tcp", b"address")
+
+
+class Side:
+    """One side of a handshake. `inbox` has bytes of the other side that are not sent to it yet, and `outbox` what it
+    has said."""
+
+    def __init__(self, mine: Hello, *, dials: bool, secret: bytes = SECRET, refusal: str = "") -> None:
+        self.inbox, self.outbox = bytearray(), bytearray()
+        self.theirs: Hello | None = None
+        self._made, self._end = socket.socketpair()
+        self._made.setblocking(False)
+        self._end.setblocking(False)
+
+        def admit(theirs: Hello) -> str:
+            self.theirs = theirs
+            return refusal
+
+        self._steps = shake(self._made, mine, secret, dials=dials, admit=admit)
+
+    def __del__(self) -> None:
+        self._made.close()
+        self._end.close()
+
+    def advance(self) -> bool:
+        """Have it read `inbox`; returns whether the handshake has succeeded. Raises as `shake`."""
+        if self.inbox:
+            assert self._end.send(self.inbox) == len(self.inbox)
+            self.inbox.clear()
+        try:
+            next(self._steps)
+        except StopIteration as stop:
+            return stop.value is not None
+        finally:
+            with contextlib.suppress(BlockingIOError):
+                self.outbox += self._end.recv(1 << 20)
+        return False
 
 
 class Watched:

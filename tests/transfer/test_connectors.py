@@ -28,14 +28,14 @@ from quire.transfer.connectors import registry
 from quire.transfer.connectors.one_sided import OneSided, Place
 from quire.transfer.connectors.registry import open_connector
 from quire.transfer.connectors.tcp import TcpConnector
-from quire.transfer.handshake import VERSION, SecretProof
+from quire.transfer.handshake import PAGES, VERSION
 from quire.transfer.spans import Memory, Runs, Spans, batches, join
 from tests.changes import TRANSFER, slow_unless_changed
 from tests.transfer.connector_contract import ConnectorContract
 from tests.transfer.memory_connector import Fault, MemoryConnector
 
 SECRET = b"a shared secret"
-GREETING = SecretProof.protocol + VERSION.to_bytes(2, "little")
+GREETING = PAGES + VERSION.to_bytes(2, "little")
 
 
 def can_import(*names: str) -> bool:
@@ -194,9 +194,7 @@ def test_tcp_refuses_a_proof_that_was_heard(receiver: TcpConnector) -> None:
     for count in (0, 1):
         stranger, theirs = greeted(receiver, nonce)
         with stranger:
-            proof = proof or hmac.digest(
-                SECRET, SecretProof.protocol + b"dialer" + nonce + theirs + b"receiver", "sha256"
-            )
+            proof = proof or hmac.digest(SECRET, PAGES + b"dialer" + nonce + theirs + b"receiver", "sha256")
             stranger.sendall(proof)
             assert bool(stranger.recv(1)) is (count == 0)
         if count:

@@ -18,9 +18,9 @@ from quire.transfer import control as module
 from quire.transfer import network
 from quire.transfer.address import Address, format_address, parse_address, parse_peers
 from quire.transfer.control import Arrived, Closed, Connected, Control, Left, Silent, Speaks, Unreachable
-from quire.transfer.handshake import VERSION, Handshake
+from quire.transfer.handshake import VERSION
 from quire.transfer.messages import MOST_FRAME_BYTES, Ask, Granted, Refused, Release, Want
-from tests.transfer.peers import IDENTITY, LONG_S, SECRET, Watched, control, hello, process, until
+from tests.transfer.peers import IDENTITY, LONG_S, SECRET, Side, Watched, control, hello, process, until
 
 PREFILL, DECODE = hello("prefill-0", "prefill"), hello("decode-0", "decode")
 ASK = Ask(1, 1, 2.0, b"s" * 16, "", "", b"abcd")
@@ -37,7 +37,7 @@ def raw(address: Address) -> socket.socket:
 
 def shaken(address: Address) -> socket.socket:
     """A connection whose handshake has succeeded."""
-    made, side = raw(address), Handshake(DECODE, SECRET, dials=True, admit=lambda theirs: "")
+    made, side = raw(address), Side(DECODE, dials=True)
     while not side.advance():
         made.sendall(side.outbox)
         side.outbox.clear()

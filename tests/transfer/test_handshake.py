@@ -1,4 +1,4 @@
-"""The handshake without sockets: who is refused, by which name, and that nothing is read before the secret."""
+"""The handshake: who is refused, by which name, and that nothing is read before the secret."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from quire.errors import PeerRefused
-from quire.transfer.handshake import MOST_HELLO_BYTES, VERSION, Foreign, Handshake, Hello, frame
-from tests.transfer.peers import IDENTITY, SECRET, hello
+from quire.transfer.handshake import MOST_HELLO_BYTES, VERSION, Hello, frame
+from quire.transfer.network import Foreign
+from tests.transfer.peers import IDENTITY, SECRET, Side, hello
 
 PREFILL, DECODE = hello("prefill-0", "prefill"), hello("decode-0", "decode")
 
@@ -24,8 +25,8 @@ def both(
 ) -> tuple[object, object]:
     """Let two sides talk; what each ends with: the other's Hello, or its exception."""
     sides = [
-        Handshake(dialer, secrets[0], dials=True, admit=lambda theirs: ""),
-        Handshake(acceptor, secrets[1], dials=False, admit=lambda theirs: refusal),
+        Side(dialer, secret=secrets[0], dials=True),
+        Side(acceptor, secret=secrets[1], dials=False, refusal=refusal),
     ]
     ended: list[object] = [None, None]
     for _ in range(8):
@@ -105,7 +106,7 @@ def test_another_secret_is_refused_before_anything_else_is_read() -> None:
 
 
 def test_an_acceptor_without_the_secret_learns_nothing() -> None:
-    side = Handshake(DECODE, SECRET, dials=True, admit=lambda theirs: "")
+    side = Side(DECODE, dials=True)
     assert not side.advance()
     greeting = bytes(side.outbox)
     side.outbox.clear()
@@ -119,7 +120,7 @@ def test_an_acceptor_without_the_secret_learns_nothing() -> None:
 
 
 def test_what_was_refused_never_succeeds() -> None:
-    acceptor = Handshake(hello("a", "prefill"), SECRET, dials=False, admit=lambda theirs: "")
+    acceptor = Side(hello("a", "prefill"), dials=False)
     acceptor.inbox += b"GET / HTTP/1.1"
     with pytest.raises(Foreign, match="foreign"):
         acceptor.advance()
@@ -127,8 +128,8 @@ def test_what_was_refused_never_succeeds() -> None:
 
 
 def test_a_recorded_handshake_cannot_be_repeated() -> None:
-    dialer = Handshake(DECODE, SECRET, dials=True, admit=lambda theirs: "")
-    acceptor = Handshake(PREFILL, SECRET, dials=False, admit=lambda theirs: "")
+    dialer = Side(DECODE, dials=True)
+    acceptor = Side(PREFILL, dials=False)
     recorded = b""
     for _ in range(4):
         for side, other in ((dialer, acceptor), (acceptor, dialer)):
@@ -137,7 +138,7 @@ def test_a_recorded_handshake_cannot_be_repeated() -> None:
             other.inbox += side.outbox
             side.outbox.clear()
     assert acceptor.theirs == DECODE
-    again = Handshake(PREFILL, SECRET, dials=False, admit=lambda theirs: "")
+    again = Side(PREFILL, dials=False)
     again.inbox += recorded
     with pytest.raises(Foreign, match="secret"):
         again.advance()
@@ -159,7 +160,7 @@ def test_an_engine_does_not_connect_to_itself() -> None:
     [b"GET / HTTP/1.1\r\n\r\n", b"\0", b"\x16\x03\x01", b"quire-transfex", b"quire-transfer\0\0" + bytes(32)],
 )
 def test_strangers_and_other_versions(received: bytes) -> None:
-    side = Handshake(PREFILL, SECRET, dials=False, admit=lambda theirs: "")
+    side = Side(PREFILL, dials=False)
     side.inbox += received
     with pytest.raises(Foreign, match=r"foreign|version"):
         side.advance()
@@ -181,8 +182,8 @@ def test_a_hello_is_bounded_and_strict() -> None:
     ]
     payloads = [msgspec.msgpack.encode(fields | change) for change in changes]
     for encoded in (*(frame(each) for each in payloads), struct.pack("<I", MOST_HELLO_BYTES + 1), frame(b"\xff")):
-        dialer = Handshake(DECODE, SECRET, dials=True, admit=lambda theirs: "")
-        acceptor = Handshake(PREFILL, SECRET, dials=False, admit=lambda theirs: "")
+        dialer = Side(DECODE, dials=True)
+        acceptor = Side(PREFILL, dials=False)
         for _ in range(2):
             for side, other in ((dialer, acceptor), (acceptor, dialer)):
                 if other is acceptor or not other.theirs:
@@ -196,8 +197,8 @@ def test_a_hello_is_bounded_and_strict() -> None:
 
 
 def test_bytes_may_arrive_one_by_one_and_garbage_is_never_accepted() -> None:
-    dialer = Handshake(DECODE, SECRET, dials=True, admit=lambda theirs: "")
-    acceptor = Handshake(PREFILL, SECRET, dials=False, admit=lambda theirs: "")
+    dialer = Side(DECODE, dials=True)
+    acceptor = Side(PREFILL, dials=False)
     for _ in range(5):
         for side, other in ((dialer, acceptor), (acceptor, dialer)):
             side.advance()
@@ -208,7 +209,7 @@ def test_bytes_may_arrive_one_by_one_and_garbage_is_never_accepted() -> None:
     assert (dialer.theirs, acceptor.theirs) == (PREFILL, DECODE)
     draws = random.Random(7)
     for _ in range(300):
-        side = Handshake(PREFILL, SECRET, dials=False, admit=lambda theirs: "")
+        side = Side(PREFILL, dials=False)
         side.inbox += (b"quire-transfer" + VERSION.to_bytes(2, "little"))[: draws.randrange(17)] + draws.randbytes(
             draws.randrange(200)
         )

@@ -31,9 +31,9 @@ import msgspec
 
 from quire.errors import AddressInUse, InvalidInput, PeerRefused
 from quire.transfer.address import Address, format_address
-from quire.transfer.handshake import Foreign, Handshake, Hello, Identity, Role, frame, take_frame
+from quire.transfer.handshake import Hello, Identity, Role, frame, shake, take_frame
 from quire.transfer.messages import MOST_FRAME_BYTES, Message, Request, decode_answer, decode_request, encode
-from quire.transfer.network import READ, WRITE, Connection, NetworkLoop, Steps, dial, shake
+from quire.transfer.network import READ, WRITE, Connection, Foreign, NetworkLoop, Steps, dial
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class _PeerConnection(Connection):
                 made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self.target = target
         self.peer = ""
-        self.theirs: Hello | None = None  # before it is admitted
+        self.claimed = ""  # the peer, before it is admitted
         self.read_at = time.monotonic()
         self.is_silent = False
         self.outbox = bytearray()  # messages; guarded by the lock
@@ -321,8 +321,9 @@ class Control:
         try:
             if link.dialed:
                 yield from dial(link.socket, address)
-            yield from self._shake(link)
-            self._connected(link)
+            admit = partial(self._admit_dialed, link) if link.dialed else self._admit_accepted
+            theirs = yield from shake(link.socket, self._hello, self._secret, dials=link.dialed, admit=admit)
+            self._connected(link, theirs)
             inbox = bytearray()
             while True:
                 yield READ | (WRITE if link.outbox else 0)
@@ -334,13 +335,6 @@ class Control:
             raise Foreign(error.field, str(error)) from error
         except InvalidInput as error:
             raise Foreign("malformed") from error
-
-    def _shake(self, link: _PeerConnection) -> Steps:
-        def admit(theirs: Hello) -> str:
-            link.theirs = theirs
-            return self._admit_dialed(theirs) if link.dialed else self._admit_accepted(theirs)
-
-        yield from shake(link.socket, Handshake(self._hello, self._secret, dials=link.dialed, admit=admit))
 
     def _read(self, link: _PeerConnection, inbox: bytearray) -> None:
         try:
@@ -365,9 +359,10 @@ class Control:
             self._loop.drop(before, EOFError())
         return "not drained" if theirs.peer in self._lost else ""
 
-    def _admit_dialed(self, theirs: Hello) -> str:
-        peers = [link.theirs for link in self._loop.connections if link.dialed]
-        is_known = sum(other is not None and other.peer == theirs.peer for other in peers) > 1
+    def _admit_dialed(self, link: _PeerConnection, theirs: Hello) -> str:
+        link.claimed = theirs.peer
+        others = [other for other in self._loop.connections if other.dialed and other is not link]
+        is_known = any(other.claimed == theirs.peer for other in others)
         return "another address of a connected peer" if is_known else ""
 
     def _leave(self, link: _PeerConnection) -> None:
@@ -383,9 +378,8 @@ class Control:
                 link.socket.shutdown(socket.SHUT_WR)
             self._put(Left(link.peer, True))
 
-    def _connected(self, link: _PeerConnection) -> None:
-        theirs, target = link.theirs, link.target
-        assert theirs is not None
+    def _connected(self, link: _PeerConnection, theirs: Hello) -> None:
+        target = link.target
         link.proven()
         link.peer = theirs.peer
         if target is not None:

@@ -8,24 +8,29 @@
     Hello                               -->
                                         <-- AcceptorVerdict
 
-Both compare the identities, and refuse by name. Connections that carry pages end with the proofs (`SecretProof`). No
-I/O: bytes come in by `inbox` and leave by `outbox`.
+Both compare the identities, and refuse by name. Connections that carry pages end with the proofs (`prove`). No byte is
+read beyond a handshake.
 """
 
 from __future__ import annotations
 
 import hmac
 import os
+import socket
 import struct
 from collections.abc import Callable, Generator
-from typing import Annotated, ClassVar, Final, Literal, TypeVar, cast, get_args
+from typing import Annotated, Final, Literal, TypeVar, cast, get_args
 
 import msgspec
 from msgspec import Meta
 
 from quire.errors import InvalidInput, PeerRefused
+from quire.transfer.network import Foreign, Steps, receive, receive_exactly, send
 
 VERSION: Final = 3
+MESSAGES: Final = b"quire-transfer"
+PAGES: Final = b"quire-pages\0\0\0"
+"""Protocols, by what a connection carries."""
 MOST_HELLO_BYTES: Final = 256 << 10
 
 _GREETING = struct.Struct("<14sH32s")
@@ -42,16 +47,6 @@ def parse_role(role: str) -> Role:
     if role not in get_args(Role):
         raise InvalidInput(f"'{role}' is no role.", fix=f"use one of {', '.join(get_args(Role))}.")
     return cast(Role, role)
-
-
-class Foreign(Exception):
-    """A connection that is no peer's, or breaks the protocol. The `reason` is "foreign", "version", "secret",
-    "malformed", "timeout", "too many", "self", the field that differs, or what the acceptor said."""
-
-    def __init__(self, reason: str, problem: str = "") -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.problem = problem or f"the connection is refused: {reason}."
 
 
 class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -146,120 +141,79 @@ def take_frame(inbox: bytearray, most_bytes: int) -> bytes | None:
     return payload
 
 
-class SecretProof:
-    """One side's proof that it has the shared secret, and the check of the other's. The proofs are of one connection of
-    one `protocol`, and of `about`: what both sides say of it."""
+def prove(made: socket.socket, secret: bytes, protocol: bytes, *, dials: bool, about: bytes = b"") -> Steps:
+    """Prove to the other side of a connection that this one has the shared secret, and check its proof. The proofs are
+    of one connection of one `protocol`, and of `about`: what both sides say of it. Raises Foreign, EOFError and
+    OSError."""
 
-    protocol: ClassVar[bytes] = b"quire-pages\0\0\0"
+    def mac(role: bytes) -> bytes:
+        return _hmac(secret, protocol, role, nonces, about)
 
-    def __init__(self, secret: bytes, *, dials: bool, about: bytes = b"") -> None:
-        assert secret
-        self.inbox = bytearray()
-        self.outbox = bytearray()
-        self.num_missing = 0
-        """Bytes without which `advance` gets no further, at least one; those after them may be of what follows."""
-        self._secret = secret
-        self._dials = dials
-        self._about = about
-        self._has_succeeded = False
-        self._steps = self._run()
-
-    def advance(self) -> bool:
-        """Read what is in `inbox`; returns whether the handshake has succeeded. Raises Foreign or PeerRefused; then
-        `outbox` may have last words."""
-        next(self._steps, None)
-        return self._has_succeeded
-
-    def _run(self) -> Generator[None, None, None]:
-        yield from self._prove()
-        yield from self._introduce()
-        self._has_succeeded = True
-
-    def _introduce(self) -> Generator[None, None, None]:
-        """What follows the proofs: nothing."""
-        yield from ()
-
-    def _prove(self) -> Generator[None, None, None]:
-        nonce = os.urandom(32)
-        greeting = _GREETING.pack(self.protocol, VERSION, nonce)
-        if self._dials:
-            self.outbox += greeting
-            nonces = nonce + (yield from self._greeting())
-            self.outbox += self._hmac(b"dialer", nonces)
-            yield from self._check(b"acceptor", nonces)
-        else:
-            nonces = (yield from self._greeting()) + nonce
-            self.outbox += greeting
-            yield from self._check(b"dialer", nonces)
-            self.outbox += self._hmac(b"acceptor", nonces)
-
-    def _hmac(self, role: bytes, nonces: bytes) -> bytes:
-        return hmac.digest(self._secret, self.protocol + role + nonces + self._about, "sha256")
-
-    def _check(self, role: bytes, nonces: bytes) -> Generator[None, None, None]:
-        if not hmac.compare_digest((yield from self._take(_HMAC_BYTES)), self._hmac(role, nonces)):
+    def check(role: bytes) -> Steps:
+        if not hmac.compare_digest((yield from receive_exactly(made, _HMAC_BYTES)), mac(role)):
             raise Foreign("secret")
 
-    def _greeting(self) -> Generator[None, None, bytes]:
-        while len(self.inbox) < _GREETING.size:
-            self._check_protocol()
-            self.num_missing = _GREETING.size - len(self.inbox)
-            yield
-        self._check_protocol()
-        _, version, nonce = _GREETING.unpack((yield from self._take(_GREETING.size)))
-        if version != VERSION:
-            raise Foreign("version")
-        return bytes(nonce)
+    assert secret
+    nonce = os.urandom(32)
+    greeting = _GREETING.pack(protocol, VERSION, nonce)
+    if dials:
+        yield from send(made, greeting)
+        nonces = nonce + (yield from _greeting(made, protocol))
+        yield from send(made, mac(b"dialer"))
+        yield from check(b"acceptor")
+    else:
+        nonces = (yield from _greeting(made, protocol)) + nonce
+        yield from send(made, greeting)
+        yield from check(b"dialer")
+        yield from send(made, mac(b"acceptor"))
 
-    def _check_protocol(self) -> None:
-        """Refuse at the first byte that no peer would send."""
-        if not self.protocol.startswith(self.inbox[: len(self.protocol)]):
+
+def _hmac(secret: bytes, protocol: bytes, role: bytes, nonces: bytes, about: bytes) -> bytes:
+    return hmac.digest(secret, protocol + role + nonces + about, "sha256")
+
+
+def _greeting(made: socket.socket, protocol: bytes) -> Generator[int, None, bytes]:
+    """The nonce of the other side. Refuses it at the first byte that no peer would send."""
+    read = b""
+    while len(read) < _GREETING.size:
+        read += yield from receive(made, _GREETING.size - len(read))
+        if not protocol.startswith(read[: len(protocol)]):
             raise Foreign("foreign")
-
-    def _take(self, count: int) -> Generator[None, None, bytes]:
-        while len(self.inbox) < count:
-            self.num_missing = count - len(self.inbox)
-            yield
-        taken = bytes(self.inbox[:count])
-        del self.inbox[:count]
-        return taken
+    _, version, nonce = _GREETING.unpack(read)
+    if version != VERSION:
+        raise Foreign("version")
+    return bytes(nonce)
 
 
-class Handshake(SecretProof):
-    """One side of the handshake of two engines. `theirs` is known before it is accepted: `admit` is called with it, and
-    returns why the other engine is refused for now, or ""."""
+def shake(
+    made: socket.socket, mine: Hello, secret: bytes, *, dials: bool, admit: Callable[[Hello], str]
+) -> Generator[int, None, Hello]:
+    """One side of the handshake of two engines; returns the other's Hello. Before that is accepted, `admit` is called
+    with it, and returns why the other engine is refused for now, or "". Raises as `prove`, and PeerRefused."""
+    yield from prove(made, secret, MESSAGES, dials=dials)
+    if dials:
+        theirs = yield from _message(made, _HELLOS)
+        refusal = "self" if theirs.peer == mine.peer else admit(theirs)
+        if not refusal:
+            yield from send(made, frame(_ENCODER.encode(mine)))
+            mine.compare(theirs, dials=True)
+            refusal = (yield from _message(made, _VERDICTS)).refusal
+    else:
+        yield from send(made, frame(_ENCODER.encode(mine)))
+        theirs = yield from _message(made, _HELLOS)
+        mine.compare(theirs, dials=False)
+        refusal = admit(theirs)
+        yield from send(made, frame(_ENCODER.encode(AcceptorVerdict(refusal))))
+    if refusal:
+        raise Foreign(refusal)
+    return theirs
 
-    protocol = b"quire-transfer"
 
-    def __init__(self, mine: Hello, secret: bytes, *, dials: bool, admit: Callable[[Hello], str]) -> None:
-        super().__init__(secret, dials=dials)
-        self.theirs: Hello | None = None
-        self._mine = mine
-        self._admit = admit
-
-    def _introduce(self) -> Generator[None, None, None]:
-        if self._dials:
-            self.theirs = theirs = yield from self._message(_HELLOS)
-            refusal = "self" if theirs.peer == self._mine.peer else self._admit(theirs)
-            if refusal:
-                raise Foreign(refusal)
-            self.outbox += frame(_ENCODER.encode(self._mine))
-            self._mine.compare(theirs, dials=True)
-            refusal = (yield from self._message(_VERDICTS)).refusal
-        else:
-            self.outbox += frame(_ENCODER.encode(self._mine))
-            self.theirs = theirs = yield from self._message(_HELLOS)
-            self._mine.compare(theirs, dials=False)
-            refusal = self._admit(theirs)
-            self.outbox += frame(_ENCODER.encode(AcceptorVerdict(refusal)))
-        if refusal:
-            raise Foreign(refusal)
-
-    def _message(self, decoder: msgspec.msgpack.Decoder[T]) -> Generator[None, None, T]:
-        (size,) = _LENGTH.unpack((yield from self._take(_LENGTH.size)))
-        if size > MOST_HELLO_BYTES:
-            raise Foreign("malformed")
-        try:
-            return decoder.decode((yield from self._take(size)))
-        except (msgspec.DecodeError, ValueError) as error:
-            raise Foreign("malformed") from error
+def _message(made: socket.socket, decoder: msgspec.msgpack.Decoder[T]) -> Generator[int, None, T]:
+    (size,) = _LENGTH.unpack((yield from receive_exactly(made, _LENGTH.size)))
+    if size > MOST_HELLO_BYTES:
+        raise Foreign("malformed")
+    try:
+        return decoder.decode((yield from receive_exactly(made, size)))
+    except (msgspec.DecodeError, ValueError) as error:
+        raise Foreign("malformed") from error

@@ -21,7 +21,6 @@ from errno import EINPROGRESS
 from typing import Any, Final, Generic, TypeVar
 
 from quire.errors import QuireError
-from quire.transfer.handshake import Foreign, SecretProof
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +32,16 @@ READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 Steps = Generator[int, None, None]
 """I/O of one connection, which never blocks. It yields READ, WRITE or both: what its socket is waited for."""
+
+
+class Foreign(Exception):
+    """A connection that is no peer's, or breaks the protocol. The `reason` is "foreign", "version", "secret",
+    "malformed", "timeout", "too many", "self", the field that differs, or what the acceptor said."""
+
+    def __init__(self, reason: str, problem: str = "") -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.problem = problem or f"the connection is refused: {reason}."
 
 
 class LoopEnded(Exception):
@@ -213,23 +222,6 @@ def dial(made: socket.socket, address: Any) -> Steps:
         code = made.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     if code:
         raise OSError(code, os.strerror(code))
-
-
-def shake(made: socket.socket, proof: SecretProof) -> Steps:
-    """Move the bytes of a handshake until it has succeeded, and none after them. Raises as `SecretProof.advance`, and
-    EOFError."""
-    while True:
-        try:
-            has_succeeded = proof.advance()
-        except Exception:
-            with suppress(OSError):
-                made.send(proof.outbox)  # last words
-            raise
-        yield from send(made, bytes(proof.outbox))
-        proof.outbox.clear()
-        if has_succeeded:
-            return
-        proof.inbox += yield from receive(made, proof.num_missing)
 
 
 def receive(made: socket.socket, most: int) -> Generator[int, None, bytes]:

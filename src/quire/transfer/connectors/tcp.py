@@ -1,7 +1,7 @@
 """TcpConnector: writes over TCP sockets, which work anywhere. One thread moves all bytes.
 
     writer                                              receiver
-      both prove the secret, and name the receiver (`SecretProof`)
+      both prove the secret, and name the receiver (`prove`)
       tag, number of bytes, the bytes     ------>         straight into the spans of the tag
                                           <------         1: all have landed; 0: refused
 
@@ -26,18 +26,18 @@ import numpy as np
 from quire.errors import ConnectorError, InvalidInput
 from quire.transfer.address import format_address
 from quire.transfer.connector import Connector, Write
-from quire.transfer.handshake import Foreign, SecretProof
+from quire.transfer.handshake import PAGES, prove
 from quire.transfer.network import (
     READ,
     WRITE,
     Connection,
+    Foreign,
     NetworkLoop,
     Steps,
     dial,
     receive,
     receive_exactly,
     send,
-    shake,
 )
 from quire.transfer.spans import Memory, Runs, Spans, batches, check_spans, join, pack_target, runs_to
 
@@ -226,7 +226,7 @@ class TcpConnector(Connector):
         except OSError as error:
             raise ConnectorError(f"{error.strerror} at {at}") from error
         try:
-            yield from shake(link.socket, SecretProof(self._secret, dials=True, about=link.peer.encode()))
+            yield from prove(link.socket, self._secret, PAGES, dials=True, about=link.peer.encode())
         except (Foreign, EOFError, OSError) as error:  # closed: it has refused the proof
             raise ConnectorError(f"what listens at {at} has another secret, or is another peer") from error
         while True:
@@ -250,7 +250,7 @@ class TcpConnector(Connector):
 
     def _receive(self, link: _PageConnection) -> Steps:
         """The steps of a connection from a peer."""
-        yield from shake(link.socket, SecretProof(self._secret, dials=False, about=self._name.encode()))
+        yield from prove(link.socket, self._secret, PAGES, dials=False, about=self._name.encode())
         link.proven()
         while True:
             tag, left = _HEADER.unpack((yield from receive_exactly(link.socket, _HEADER.size)))
