@@ -17,7 +17,7 @@ from quire.engine.core import EngineCore
 from quire.engine.memory_report import ResizeRequest
 from quire.engine.messages import EngineRequest
 from quire.models.hf import LoadedModel
-from quire.plan.sizes import size_within
+from quire.plan.plan import size_within
 from quire.testing.choices import Choices
 from tests.changes import CORE, DEVICE, HISPARSE, TIERS, TRANSFER, slow_unless_changed
 from tests.engine.apart import COMMON, address_of, prefill_engine, ready_peers, turn, wait_for

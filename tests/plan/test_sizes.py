@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from quire.errors import PlanError
+from quire.plan.plan import size_within
 from quire.plan.planner import make_plan
 from quire.plan.settings import PlanSettings
-from quire.plan.sizes import size_within
 from quire.spec.catalogue import CATALOGUE
 from quire.spec.model import ModelSpec
 

@@ -13,7 +13,7 @@ from quire.cache.hold import Fences
 from quire.cache.states import StatePieces
 from quire.errors import WrongContent
 from quire.sim.replay import Replay
-from quire.sim.trace_request import PrefixHasher, page_digests
+from quire.sim.trace_request import page_digests, prefix_hashes
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from tests.sim.replays import replay_of, requests
@@ -171,20 +171,19 @@ def test_tokens_that_were_drawn_for_another() -> None:
 
 
 def test_a_hash_depends_on_all_tokens_before() -> None:
-    hasher = PrefixHasher(64)
     tokens = np.arange(50, dtype=np.int32)
-    hashes = hasher.hashes(Namespace(), tokens)
+    hashes = prefix_hashes(Namespace(), tokens)
     assert len(set(hashes.tolist())) == 50
     for at in range(50):
         other = tokens.copy()
         other[at] += 1
-        changed = hasher.hashes(Namespace(), other) != hashes
+        changed = prefix_hashes(Namespace(), other) != hashes
         assert not changed[:at].any() and changed[at:].all()
-    assert (hasher.hashes(Namespace(salt="x"), tokens) != hashes).all()
+    assert (prefix_hashes(Namespace(salt="x"), tokens) != hashes).all()
 
 
 def test_a_digest_changes_with_any_slot() -> None:
-    hashes = PrefixHasher(64).hashes(Namespace(), np.arange(8, dtype=np.int32))[None]
+    hashes = prefix_hashes(Namespace(), np.arange(8, dtype=np.int32))[None]
     (digest,) = page_digests(hashes)
     for at in range(8):
         wrong = hashes.copy()

@@ -103,8 +103,7 @@ def plan(request: PlanRequest, roles: PlanRoles, output: PlanOutput) -> Report:
 def _one(subject: PlannedModel, settings: PlanSettings, request: PlanRequest, *, why: bool) -> Report:
     from quire.cli.plan_table import ledger_picture, plan_panel
     from quire.plan.advice import options_to_fit
-    from quire.plan.report import explain, plan_as_dict
-    from quire.plan.tenants import tenants_as_dict
+    from quire.plan.report import explain, plan_as_dict, tenants_as_dict
     from quire.settings.tenants import read_tenants
 
     found = subject.plan_or_least(settings)

@@ -10,9 +10,8 @@ from quire.counters import gauge
 from quire.engine.config import EngineConfig
 from quire.models.draft_head import LoadedHead
 from quire.models.hf import LoadedModel
-from quire.plan.plan import Plan
+from quire.plan.plan import Plan, size_within
 from quire.plan.report import plan_as_dict
-from quire.plan.sizes import size_within
 
 OPTIONAL_SECTIONS = ("eviction", "tiers", "transfer", "speculation", "hisparse", "cuda_graphs", "canary", "kv_events")
 """Sections of the statistics that are None for an engine without that part."""

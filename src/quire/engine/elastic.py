@@ -22,7 +22,7 @@ from quire.loop import Part
 from quire.loop.resizing import ResizingPart
 from quire.offload import offload_of
 from quire.plan.budget import MemoryPlan, format_bytes
-from quire.plan.sizes import size_within
+from quire.plan.plan import size_within
 
 if TYPE_CHECKING:
     from quire.engine.core import EngineCore

@@ -14,6 +14,7 @@ from quire.plan.host import host_budget
 from quire.plan.plan import Plan
 from quire.plan.settings import PlanSettings
 from quire.plan.speculation import refuse_draft_layers
+from quire.plan.step_cost import LAUNCH_S, MEMORY_SHARE
 from quire.spec.hisparse import MOST_BUFFER_TOKENS, PAGE_BOUNDS, HiSparseConfig, HotBuffers
 from quire.spec.layers import AttentionCall, Call, LatentCall
 from quire.spec.model import ModelSpec
@@ -22,8 +23,6 @@ from quire.spec.pages import floor_to_page, pages_for
 _LEAVE_OUT = "leave hisparse out."
 # One request and indexer: 24 us measured, 16 requests that select 2,048 tokens (bench/results/hisparse-0.7.json).
 _BOOKKEEPING_S = 25e-6
-_MEMORY_SHARE = 0.8  # share of a published bandwidth, reached by streaming reads
-_LAUNCH_S = 0.0005  # host and launch time of a step
 # Buffers of two selections, in the same file: 0.82 to 0.89 in engines with random models, 0.89 of what a small trained
 # model selects. No large model is among them.
 _HIT_RATE = 0.85
@@ -159,8 +158,8 @@ def hisparse_costs(
     weights = sum(line.bytes for line in plan.ledger if line.name == "weights")
     if peaks is not None:
         _, _, memory, bus = peaks
-        link_rate = link_rate or bus * 1e9 * _MEMORY_SHARE
-        step_s = step_s or (_LAUNCH_S + weights / (memory * 1e9 * _MEMORY_SHARE) if weights else None)
+        link_rate = link_rate or bus * 1e9 * MEMORY_SHARE
+        step_s = step_s or (LAUNCH_S + weights / (memory * 1e9 * MEMORY_SHARE) if weights else None)
     return HiSparseCosts(hit_rate=_HIT_RATE if hit_rate is None else hit_rate, link_rate=link_rate, step_s=step_s)
 
 
@@ -281,7 +280,7 @@ def latents_told(plan: Plan) -> str:
     return "" if hot is None else f"; {hot.contents} {format_bytes(plan.memory.host_bytes)} in host memory"
 
 
-def lossy_notes(plan: Plan, _: object) -> Iterator[str]:
+def lossy_notes(plan: Plan) -> Iterator[str]:
     """Notes on outputs that differ from those of full attention."""
     hot = plan.memory.hot
     if hot is not None and hot.lossy:

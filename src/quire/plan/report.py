@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,10 +12,10 @@ from quire.plan.budget import counted, format_bytes
 from quire.plan.configurator import PADDING, PoolSize
 from quire.plan.devices import Line
 from quire.plan.hisparse import hisparse_as_dict, host_lines, latents_told, lossy_notes, unused_by
-from quire.plan.plan import Plan
+from quire.plan.plan import Plan, size_within
 from quire.plan.settings import PlanSettings
-from quire.plan.sizes import size_within
 from quire.plan.speculation import draft_weight_notes, reserve_told, speculation_as_dict
+from quire.settings.tenants import Amount, TenantTerms, check_tenants
 from quire.spec.layers import AttentionCall
 from quire.spec.layout import PER_PAGE, Field
 from quire.spec.pages import pages_for
@@ -56,12 +56,77 @@ def ledger_of(plan: Plan, lines: Sequence[Line]) -> tuple[Line, ...]:
     return tuple(found)
 
 
-_Rule = Callable[[Plan, WeightEstimate | None], Iterator[str]]
+_SHORT = 512  # tokens of a short request
 
 
 def notes_of(plan: Plan, weights: WeightEstimate | None) -> tuple[str, ...]:
     """What was assumed, what limits the plan, and which settings have no effect, in sentences."""
-    return tuple(note for rule in _RULES for note in rule(plan, weights))
+    return (*_notes_on_load(plan), *_notes_on_settings(plan), *draft_weight_notes(plan, weights), *_limits(plan))
+
+
+def _notes_on_load(plan: Plan) -> Iterator[str]:
+    settings = plan.settings
+    if len(_kinds(plan)) > 1 and settings.swa_full_tokens_ratio is None and not _states_given(settings):
+        asked = settings.mix is not None or settings.max_model_len is not None
+        more = "." if asked else "; --context, --input-tokens and --output-tokens, or --trace, say otherwise."
+        yield f"pools are split for {plan.mix.source}{more}"
+    if (arena := arena_as_dict(plan)) is not None:
+        told = [f"{each['arena']:,} requests of {each['tokens']:,} tokens" for each in arena["fits"]]
+        split = ", ".join(f"{each['split']:,}" for each in arena["fits"])
+        waste = format_bytes(arena["waste_bytes"])
+        yield (
+            f"one arena of these bytes holds {', or '.join(told)}, and {waste} of it hold no frame; pools that are "
+            f"split hold {split}."
+        )
+    if (least := settings.kv_memory_least) is not None:
+        found = size_within(plan, least)
+        most = f"{found.num_tokens:,} tokens, and requests of up to {found.largest_request:,}"
+        yield f"it may be made smaller while it serves: {format_bytes(least)} hold {most}."
+
+
+def _notes_on_settings(plan: Plan) -> Iterator[str]:
+    settings, kinds = plan.settings, _kinds(plan)
+    share, device, parallel = settings.mem_fraction_static, settings.rank_device, settings.parallel
+    if share is not None and device is not None:
+        yield f"--mem-fraction-static {share:g} is {format_bytes(int(device.memory * share))} of this device."
+    if parallel.pp > 1:
+        yield f"stage {plan.stage + 1} of {parallel.pp} has the least room and decides."
+    if parallel.dp > 1:
+        yield f"tokens are those of one of {parallel.dp} attention groups; requests are those of all."
+    if settings.swa_full_tokens_ratio is not None and (not kinds & {"window", "chunk"} or len(kinds) == 1):
+        yield "--swa-full-tokens-ratio has no effect: there are no window pools beside full ones."
+    if _states_given(settings) and "state" not in kinds:
+        yield "--mamba-full-memory-ratio and --max-mamba-cache-size have no effect: this model has no states."
+    if settings.mamba_full_memory_ratio is not None and kinds == {"state"}:
+        yield "--mamba-full-memory-ratio has no effect: there are no pools beside the states."
+
+
+def _limits(plan: Plan) -> Iterator[str]:
+    settings, options, step = plan.settings, plan.configurator.options, plan.tokens_per_page
+    ranks, heads = settings.parallel.attention_tp, plan.spec.query_heads
+    if heads % ranks:
+        yield f"{heads} query heads do not divide over {ranks} ranks; most engines refuse that."
+    kv_heads = max((call.kv_heads for call in plan.spec.calls if isinstance(call, AttentionCall)), default=ranks)
+    if kv_heads < ranks and settings.parallel.dcp == 1:
+        yield f"{kv_heads} KV heads on {ranks} ranks: each head is held by {ranks // kv_heads} of them."
+    if _capped(plan):
+        yield f"capped at {settings.max_total_tokens:,} tokens; every pool follows the cap."
+    if settings.concurrency is not None and plan.max_running_requests < settings.concurrency:
+        limit = "hot buffers" if plan.state_slots is None else "states"
+        yield f"{plan.max_running_requests:,} requests may run at once: there are {limit} for no more."
+    if plan.state_slots is not None and plan.state_slots < options.states_per_request:
+        yield (
+            f"a request uses {options.states_per_request} states and there are {plan.state_slots}: it runs with one, "
+            "and little or nothing of its prompt can be reused."
+        )
+    chunk = settings.max_num_batched_tokens
+    for pool in plan.config.pools if settings.swa_full_tokens_ratio is not None else ():
+        room = pool.frames * step - pool.group.reach.tokens - step
+        if pool.group.reach.kind != "full" and 0 < room < chunk:
+            yield f"the pool '{pool.name}' has room for steps of {room:,} prompt tokens, not {chunk:,}."
+    yield from lossy_notes(plan)
+    if step > plan.context:
+        yield f"a page of {step:,} tokens is longer than the context: nothing can be reused."
 
 
 def _kinds(plan: Plan) -> set[str]:
@@ -73,36 +138,6 @@ def _states_given(settings: PlanSettings) -> bool:
     return settings.mamba_full_memory_ratio is not None or settings.max_mamba_cache_size is not None
 
 
-def _split(plan: Plan, _: WeightEstimate | None) -> Iterator[str]:
-    settings = plan.settings
-    if len(_kinds(plan)) > 1 and settings.swa_full_tokens_ratio is None and not _states_given(settings):
-        asked = settings.mix is not None or settings.max_model_len is not None
-        more = "." if asked else "; --context, --input-tokens and --output-tokens, or --trace, say otherwise."
-        yield f"pools are split for {plan.mix.source}{more}"
-
-
-def _smaller(plan: Plan, _: WeightEstimate | None) -> Iterator[str]:
-    least = plan.settings.kv_memory_least
-    if least is not None:
-        found = size_within(plan, least)
-        most = f"{found.num_tokens:,} tokens, and requests of up to {found.largest_request:,}"
-        yield f"it may be made smaller while it serves: {format_bytes(least)} hold {most}."
-
-
-_SHORT = 512  # tokens of a short request
-
-
-def _arena(plan: Plan, _: WeightEstimate | None) -> Iterator[str]:
-    if (found := arena_as_dict(plan)) is not None:
-        told = [f"{each['arena']:,} requests of {each['tokens']:,} tokens" for each in found["fits"]]
-        split = ", ".join(f"{each['split']:,}" for each in found["fits"])
-        waste = format_bytes(found["waste_bytes"])
-        yield (
-            f"one arena of these bytes holds {', or '.join(told)}, and {waste} of it hold no frame; pools that are "
-            f"split hold {split}."
-        )
-
-
 def arena_as_dict(plan: Plan) -> dict[str, Any] | None:
     """What fits in an arena and in split pools, for the expected requests and if all are short or all are long; and
     its bytes that hold no frame: the paddings, and less than one of the smaller frames. None if groups share none."""
@@ -112,79 +147,6 @@ def arena_as_dict(plan: Plan) -> dict[str, Any] | None:
     lengths = sorted({min(_SHORT, plan.context), min(plan.mix.mean, plan.context), plan.context})
     fits = [{"tokens": n, "arena": plan.room_in_arena(n), "split": plan.room_for(n)} for n in lengths]
     return {"bytes": layout.budget, "waste_bytes": layout.budget - layout.room, "fits": fits}
-
-
-def _share_of_device(plan: Plan, _: WeightEstimate | None) -> Iterator[str]:
-    share, device = plan.settings.mem_fraction_static, plan.settings.rank_device
-    if share is not None and device is not None:
-        yield f"--mem-fraction-static {share:g} is {format_bytes(int(device.memory * share))} of this device."
-
-
-def _ranks(plan: Plan, _: WeightEstimate | None) -> Iterator[str]:
-    parallel = plan.settings.parallel
-    if parallel.pp > 1:
-        yield f"stage {plan.stage + 1} of {parallel.pp} has the least room and decides."
-    if parallel.dp > 1:
-        yield f"tokens are those of one of {parallel.dp} attention groups; requests are those of all."
-
-
-def _without_effect(plan: Plan, _: WeightEstimate | None) -> Iterator[str]:
-    settings, kinds = plan.settings, _kinds(plan)
-    if settings.swa_full_tokens_ratio is not None and (not kinds & {"window", "chunk"} or len(kinds) == 1):
-        yield "--swa-full-tokens-ratio has no effect: there are no window pools beside full ones."
-    if _states_given(settings) and "state" not in kinds:
-        yield "--mamba-full-memory-ratio and --max-mamba-cache-size have no effect: this model has no states."
-    if settings.mamba_full_memory_ratio is not None and kinds == {"state"}:
-        yield "--mamba-full-memory-ratio has no effect: there are no pools beside the states."
-
-
-def _uneven_heads(plan: Plan, _: WeightEstimate | None) -> Iterator[str]:
-    """Heads that do not divide over the ranks."""
-    parallel, heads, calls = plan.settings.parallel, plan.spec.query_heads, plan.spec.calls
-    ranks = parallel.attention_tp
-    if heads % ranks:
-        yield f"{heads} query heads do not divide over {ranks} ranks; most engines refuse that."
-    kv_heads = max((call.kv_heads for call in calls if isinstance(call, AttentionCall)), default=ranks)
-    if kv_heads < ranks and parallel.dcp == 1:
-        yield f"{kv_heads} KV heads on {ranks} ranks: each head is held by {ranks // kv_heads} of them."
-
-
-def _cap(plan: Plan, _: WeightEstimate | None) -> Iterator[str]:
-    if _capped(plan):
-        yield f"capped at {plan.settings.max_total_tokens:,} tokens; every pool follows the cap."
-
-
-def _requests(plan: Plan, _: WeightEstimate | None) -> Iterator[str]:
-    asked, options = plan.settings.concurrency, plan.configurator.options
-    if asked is not None and plan.max_running_requests < asked:
-        limit = "hot buffers" if plan.state_slots is None else "states"
-        yield f"{plan.max_running_requests:,} requests may run at once: there are {limit} for no more."
-    if plan.state_slots is not None and plan.state_slots < options.states_per_request:
-        yield (
-            f"a request uses {options.states_per_request} states and there are {plan.state_slots}: it runs with one, "
-            "and little or nothing of its prompt can be reused."
-        )
-
-
-def _short_steps(plan: Plan, _: WeightEstimate | None) -> Iterator[str]:
-    step, chunk = plan.tokens_per_page, plan.settings.max_num_batched_tokens
-    for pool in plan.config.pools if plan.settings.swa_full_tokens_ratio is not None else ():
-        room = pool.frames * step - pool.group.reach.tokens - step
-        if pool.group.reach.kind != "full" and 0 < room < chunk:
-            yield f"the pool '{pool.name}' has room for steps of {room:,} prompt tokens, not {chunk:,}."
-
-
-def _long_pages(plan: Plan, _: WeightEstimate | None) -> Iterator[str]:
-    if plan.tokens_per_page > plan.context:
-        step = plan.tokens_per_page
-        yield f"a page of {step:,} tokens is longer than the context: nothing can be reused."
-
-
-_RULES: tuple[_Rule, ...] = (
-    _split, _arena, _smaller, _share_of_device, _ranks, _without_effect, draft_weight_notes, _uneven_heads, _cap,
-    _requests, _short_steps, lossy_notes, _long_pages,
-)  # fmt: skip
-"""Each yields the notes of one subject, in this order."""
 
 
 def _capped(plan: Plan) -> bool:
@@ -232,6 +194,31 @@ def plan_as_dict(plan: Plan, *, to_fit: Sequence[Option] = (), model: str = "") 
         "to_fit": [str(option) for option in to_fit],
         "notes": list(plan.notes),
     }
+
+
+def tenants_as_dict(terms: Sequence[TenantTerms], plan: Plan) -> list[dict[str, Any]]:
+    """Each tenant as `quire plan --json` tells it. Raises InvalidInput if the plan cannot keep these terms."""
+    memory = plan.memory
+    check_tenants(terms, memory.pool_bytes)
+    floors = [each.floor.of(memory.pool_bytes) for each in terms]
+
+    def of(share: float) -> dict[str, int]:
+        return {"bytes": int(share * memory.pool_bytes), "tokens": int(share * memory.num_tokens)}
+
+    found = []
+    for each, floor in zip(terms, floors, strict=True):
+        ceiling = min(1.0, (each.ceiling or Amount(share=1.0)).of(memory.pool_bytes))
+        most = min(ceiling, 1 - sum(floors) + floor)
+        found.append(
+            {
+                "name": each.name,
+                "floor": of(floor),
+                "ceiling": of(ceiling),
+                "weight": each.weight,
+                "largest_request": min(plan.largest_request, int(most * memory.num_tokens) + 1),
+            }
+        )
+    return found
 
 
 def summary_line(plan: Plan) -> str:

@@ -17,8 +17,10 @@ from quire.spec.model import ModelSpec
 Lengths = npt.NDArray[np.int64]
 
 _COMPUTE_SHARE = 0.5  # share of the published peak, reached by large matrix products
-_MEMORY_SHARE = 0.8  # share of the published bandwidth, reached by streaming reads
-_LAUNCH_S = 0.0005  # host and launch time of a step with captured graphs
+MEMORY_SHARE = 0.8
+"""Share of a published bandwidth, reached by streaming reads."""
+LAUNCH_S = 0.0005
+"""Host and launch time of a step with captured graphs."""
 _NO_DIRECTION = 1e-7  # share of the largest eigenvalue; along smaller ones the measured steps do not differ
 
 
@@ -85,7 +87,7 @@ class CostModel:
         computes and reads. Assumes half of the peak of products, four fifths of the bandwidth, and that `ranks` devices
         share the work evenly. Raises InvalidInput for an unknown device."""
         _, tflops, memory, bus = DEVICES[find_device(name, otherwise="give --prefill-rate and --decode-ms").name]
-        compute, bandwidth = ranks * tflops * 1e12 * _COMPUTE_SHARE, ranks * memory * 1e9 * _MEMORY_SHARE
+        compute, bandwidth = ranks * tflops * 1e12 * _COMPUTE_SHARE, ranks * memory * 1e9 * MEMORY_SHARE
         full, windowed = _pair_flops(spec)
         reads = tuple(
             (group.layout.bytes_per_token / bandwidth, group.reach.tokens)
@@ -93,12 +95,12 @@ class CostModel:
             if not group.reach.in_place
         )
         return cls(
-            launch=_LAUNCH_S,
+            launch=LAUNCH_S,
             weights=weight_bytes / bandwidth,
             token=(2 * active_parameters + windowed) / compute,
             pair=full / compute,
             reads=reads,
-            host_bandwidth=ranks * bus * 1e9 * _MEMORY_SHARE,
+            host_bandwidth=ranks * bus * 1e9 * MEMORY_SHARE,
         )
 
     @classmethod
@@ -106,7 +108,7 @@ class CostModel:
         """A cost model from plain numbers: prompt tokens per second, milliseconds of a decode step without its keys,
         and nanoseconds for a key that a decoding token reads."""
         reads = ((key_ns / 1e9, 0),)
-        return cls(launch=_LAUNCH_S, weights=decode_ms / 1e3, token=1 / prefill_rate, pair=0.0, reads=reads)
+        return cls(launch=LAUNCH_S, weights=decode_ms / 1e3, token=1 / prefill_rate, pair=0.0, reads=reads)
 
 
 def work_of(starts: Lengths, ends: Lengths, drafts: Lengths | int = 0) -> tuple[int, int, Lengths]:

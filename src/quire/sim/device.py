@@ -41,7 +41,7 @@ from quire.plan.budget import MemoryPlan
 from quire.scheduler.step import Step
 from quire.sim.clock import VirtualClock
 from quire.sim.scripts import Contents, Scripts, scripted
-from quire.sim.trace_request import Hashes, page_digests
+from quire.sim.trace_request import Hashes, page_digests, prefix_hashes
 from quire.spec.ids import Ids
 from quire.tiers.transfer import Transfer
 
@@ -104,7 +104,7 @@ class SimulatedDevice:
         self._cache, self._clock = cache, clock
         self._end_of, self._delays, self._apart = end_of, delays, apart
         self._carried = tuple(index for index, group in enumerate(cache.groups) if group.reach.in_place)
-        self._memory = [_GroupMemory(cache, at, each, self.scripts, overlap) for at, each in enumerate(frames or ())]
+        self._memory = [_GroupMemory(cache, at, each, overlap) for at, each in enumerate(frames or ())]
         self._launched = self._settled = 0
         self._in_flight: deque[SimulatedStep] = deque()
         cache.parts.moved.append(self.move_frames)
@@ -177,11 +177,10 @@ def frames_of(plan: MemoryPlan) -> list[Frames]:
 class _GroupMemory:
     """The frames of one group."""
 
-    def __init__(self, cache: KVCache, group: int, frames: Frames, scripts: Scripts, overlap: bool) -> None:
+    def __init__(self, cache: KVCache, group: int, frames: Frames, overlap: bool) -> None:
         self._cache = cache
         self._group = group
         self._name = cache.groups[group].name
-        self._scripts = scripts
         self._size = cache.page_size
         self._frames = frames
         self._hashes, self._digests = frames.hashes, frames.digests
@@ -309,7 +308,7 @@ class _GroupMemory:
         elif not self._hashes[frame].any():
             what = f"is in frame {frame}, where nothing was ever written"
         else:
-            wanted = self._scripts.hashes_of(request)[page * self._size :][: self._size]
+            wanted = prefix_hashes(request.namespace, request.script)[page * self._size :][: self._size]
             right = np.count_nonzero(self._hashes[frame, : len(wanted)] == wanted)
             what = f"is in frame {frame}, which holds {right} of its {self._size} tokens"
         raise WrongContent(f"{where} {what}; {count} of the pages that its step reads are wrong.")

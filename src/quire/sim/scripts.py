@@ -15,7 +15,7 @@ from quire.plan.budget import MemoryPlan
 from quire.scheduler.request import Request
 from quire.scheduler.sampling_params import SamplingParams
 from quire.scheduler.step import Step, StepRows
-from quire.sim.trace_request import Hashes, PrefixHasher, TraceRequest, page_digests
+from quire.sim.trace_request import Hashes, TraceRequest, page_digests, prefix_hashes
 from quire.spec.ending import Ending
 from quire.spec.ids import Ids
 
@@ -94,7 +94,7 @@ class Scripts:
         self.seeds = np.zeros(plan.max_requests, dtype=np.uint64)  # seed of the request in each row
         self.acceptances = np.zeros(plan.max_requests)  # as recorded; not a number: none was
         self._serials: Lengths = np.zeros(plan.max_requests, dtype=np.int64)
-        self._hasher = PrefixHasher(shape[1]) if checks else None
+        self._checks = checks
         self._hashes: Hashes = np.zeros(shape, dtype=np.uint64)
         self._pages = self._hashes.reshape(plan.max_requests, -1, plan.page_size)
         self._digests: Hashes = np.zeros(self._pages.shape[:2], dtype=np.uint64)
@@ -110,16 +110,11 @@ class Scripts:
             self.tokens[row, :length] = request.script
             self.seeds[row] = crc32(request.request_id.encode())
             self.acceptances[row] = np.nan if request.acceptance is None else request.acceptance
-            if self._hasher is not None:
-                self._hashes[row, :length] = self.hashes_of(request)
+            if self._checks:
+                self._hashes[row, :length] = prefix_hashes(request.namespace, request.script)
                 whole = length // self.page_size
                 self._digests[row, :whole] = page_digests(self._pages[row, :whole])
         self._serials[rows] = serials
-
-    def hashes_of(self, request: ScriptedRequest) -> Hashes:
-        """The contents of all tokens of a request, uint64 `[tokens]`."""
-        assert self._hasher is not None
-        return self._hasher.hashes(request.namespace, request.script)
 
     def contents(self, step: Step, ends: Lengths) -> Contents:
         """Contents of a step whose works end at `ends` without their drafts. Raises WrongContent if the tokens of a

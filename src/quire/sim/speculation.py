@@ -15,13 +15,12 @@ from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.step import StepRows
 from quire.sim.result import ReplayResult
 from quire.sim.scripts import Scripts
+from quire.sim.trace_request import ODD_STEP, Hashes, mix_bits
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.speculative.drafter import Drafting, Drafts
 from quire.speculative.part import Moves, Speculation
 from quire.speculative.speculator import Speculator
-
-_STEP, _FIRST, _SECOND = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def simulated_drafts(
@@ -72,12 +71,9 @@ class SimulatedDrafter:
         return
 
 
-def _chances(seeds: npt.NDArray[np.uint64], places: Lengths) -> npt.NDArray[np.float64]:
-    """A number from 0 to 1 for each request and position (SplitMix64)."""
-    mixed = seeds + places.astype(np.uint64) * _STEP
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * _FIRST
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * _SECOND
-    found: npt.NDArray[np.float64] = ((mixed ^ (mixed >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
+def _chances(seeds: Hashes, places: Lengths) -> npt.NDArray[np.float64]:
+    """A number from 0 to 1 for each request and position."""
+    found: npt.NDArray[np.float64] = (mix_bits(seeds + places.astype(np.uint64) * ODD_STEP) >> np.uint64(11)) * 2.0**-53
     return found
 
 

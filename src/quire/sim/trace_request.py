@@ -6,10 +6,9 @@ Published traces say which parts of prompts are equal, not their text, and a gen
 synthetic text is a name and a length: each token is a fixed function of the name and its position. Texts of one name
 begin with the same tokens.
 
-Token i of a sequence has the hash `h[i] = A * h[i - 1] + m(t[i])` modulo 2^64, with `h[-1]` made from the namespace, an
-odd `A`, and a mixing `m` that is one-to-one. For all tokens at once it is two multiplications and a running sum, some
-nanoseconds per token. Two sequences that differ in one token have different hashes from there on, because `A` has an
-inverse. Any others agree with a chance of about 2^-64 per slot.
+Token i of a sequence has the hash `h[i] = h[i - 1] + m(t[i], i)` modulo 2^64, with `h[-1]` made from the namespace and
+a mixing `m` that is one-to-one. For all tokens at once it is a running sum, some nanoseconds per token. After a token
+in which two sequences differ, they have equal hashes with a chance of about 2^-64 per slot.
 """
 
 from __future__ import annotations
@@ -31,31 +30,18 @@ from quire.spec.ids import Ids
 
 Hashes = npt.NDArray[np.uint64]
 
-_A = 0x5851F42D4C957F2D
 ODD_STEP = np.uint64(0x9E3779B97F4A7C15)
 """2^64 by the golden ratio. Its multiples are far from each other."""
 _MIX = np.uint64(0xD6E8FEB86659FD93)
 _HALF = np.uint64(32)
 
 
-class PrefixHasher:
-    """Hashes of sequences of up to `longest` tokens, with tables for that length."""
-
-    def __init__(self, longest: int) -> None:
-        self._powers = _powers(_A, longest)
-        self._inverses = _powers(pow(_A, -1, 1 << 64), longest)
-        self._seeds: dict[Namespace, np.uint64] = {}
-
-    def hashes(self, namespace: Namespace, tokens: Ids) -> Hashes:
-        """The hash of each token, uint64 `[num_tokens]`."""
-        if namespace not in self._seeds:
-            self._seeds[namespace] = np.uint64(int.from_bytes(namespace_seed(namespace)[:8], "little"))
-        found = _mixed(tokens.astype(np.uint64))
-        found *= self._inverses[: len(tokens)]
-        np.cumsum(found, out=found)
-        found += self._seeds[namespace]
-        found *= self._powers[: len(tokens)]
-        return found
+def prefix_hashes(namespace: Namespace, tokens: Ids) -> Hashes:
+    """The hash of each token of a sequence, uint64 `[num_tokens]`."""
+    found = _mixed((tokens.astype(np.uint64) << _HALF) + np.arange(len(tokens), dtype=np.uint64))
+    np.cumsum(found, out=found)
+    found += np.uint64(int.from_bytes(namespace_seed(namespace)[:8], "little"))
+    return found
 
 
 def page_digests(hashes: Hashes) -> Hashes:
@@ -68,11 +54,6 @@ def page_digests(hashes: Hashes) -> Hashes:
 @cache
 def _weights(slots: int) -> Hashes:
     return _mixed(np.arange(1, slots + 1, dtype=np.uint64)) | np.uint64(1)
-
-
-def _powers(base: int, count: int) -> Hashes:
-    """`base ** 1, base ** 2, ...` modulo 2^64."""
-    return np.multiply.accumulate(np.full(count, base, dtype=np.uint64))
 
 
 def _mixed(numbers: Hashes) -> Hashes:
