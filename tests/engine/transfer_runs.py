@@ -21,12 +21,11 @@ from quire.offload.tiering import Tiering
 from quire.scheduler.sampling_params import SamplingParams
 from quire.tiers.mover import ThreadMover
 from quire.transfer import control, node
-from quire.transfer.connector import Connector, Write
+from quire.transfer.connector import Connector, Spans, Write
 from quire.transfer.connectors import registry
 from quire.transfer.connectors.registry import open_connector
 from quire.transfer.connectors.tcp import TcpConnector
 from quire.transfer.node import TransferNode
-from quire.transfer.spans import Spans
 from tests.engine.apart import address_of, decode_engine, prefill_engine, ready_peers, transfer_of
 from tests.engine.running import core_for, run
 from tests.tiny_models import VOCAB_SIZE

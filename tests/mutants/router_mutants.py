@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from quire.observe.kv_batch import KvEvent
 from quire.routing.event_order import EventOrder
 from quire.routing.page_index import PageIndex
-from quire.sim.published_events import SimulatedPublisher
+from quire.sim.routers import SimulatedPublisher
 from tests.mutants.mutants import Patch, mutant
 
 

@@ -28,8 +28,7 @@ import numpy as np
 import pytest
 
 from quire.errors import ConnectorError, InvalidInput
-from quire.transfer.connector import Connector, Progress, Write
-from quire.transfer.spans import Memory, Spans, pack_target
+from quire.transfer.connector import Connector, Memory, Progress, Spans, Write, pack_target
 from tests.programs import ForkedContext
 
 MIB = 1 << 20

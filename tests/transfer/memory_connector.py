@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 from quire.errors import ConnectorError
-from quire.transfer.connector import Connector, Progress, Write
-from quire.transfer.spans import Memory, Runs, Spans, check_spans, pack_target, runs_to
+from quire.transfer.connector import Connector, Memory, Progress, Runs, Spans, Write, check_spans, pack_target, runs_to
 
 _connectors: WeakValueDictionary[str, MemoryConnector] = WeakValueDictionary()
 """Those of this process, by name."""

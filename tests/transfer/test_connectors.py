@@ -23,13 +23,12 @@ import pytest
 from quire.engine.config import engine_config
 from quire.errors import ConnectorError, InvalidInput
 from quire.transfer import network
-from quire.transfer.connector import Connector, Progress
+from quire.transfer.connector import Connector, Memory, Progress, Runs, Spans, batches, join
 from quire.transfer.connectors import registry
-from quire.transfer.connectors.one_sided import OneSided, Place
+from quire.transfer.connectors.one_sided import MemoryPlace, OneSided
 from quire.transfer.connectors.registry import open_connector
 from quire.transfer.connectors.tcp import TcpConnector
 from quire.transfer.handshake import PAGES, VERSION
-from quire.transfer.spans import Memory, Runs, Spans, batches, join
 from tests.changes import TRANSFER, slow_unless_changed
 from tests.transfer.connector_contract import ConnectorContract
 from tests.transfer.memory_connector import Fault, MemoryConnector
@@ -349,7 +348,6 @@ def test_an_engine_refuses_such_a_connector_before_it_loads_a_model() -> None:
 _LISTENS = """
 import sys
 import numpy as np, psutil
-from quire.transfer.connectors.one_sided import OneSided, Place
 from quire.transfer.connectors.registry import open_connector
 connector = open_connector("nixl", np.zeros(4096, np.uint8), name="me", host=sys.argv[1])
 each = psutil.Process().net_connections("inet")
@@ -451,7 +449,7 @@ class Copying(OneSided):
     def _start(self) -> bytes:
         return b"here"
 
-    def _attach(self, place: Place) -> str:
+    def _attach(self, place: MemoryPlace) -> str:
         return place.name
 
     def _begin(self, remote: str, runs: Runs) -> object:

@@ -14,6 +14,10 @@ LEAST_GRAPHS = 64 * _MIB
 """Bytes of all CUDA graphs: torch reserves memory for them in segments of 2 and of 20 MiB."""
 MOVE_BYTES = 64 * _MIB
 """Bytes beside the pools through which frames of an arena are moved, so many at once."""
+MEMORY_SHARE = 0.8
+"""Share of a published bandwidth, reached by streaming reads."""
+LAUNCH_S = 0.0005
+"""Host and launch time of a step with captured graphs."""
 _MOST_SAMPLED = 2**22
 _PER_LOGIT = 17  # bytes: logits, scores, logits before changes, their logarithms, and comparisons with these
 _PER_SAMPLED = 88  # bytes of what filters compute for a number at once

@@ -9,12 +9,11 @@ from typing import Any, Literal
 
 from quire.errors import InvalidInput, PlanError
 from quire.plan.budget import counted, format_bytes
-from quire.plan.devices import DEVICES, Line
+from quire.plan.devices import DEVICES, LAUNCH_S, MEMORY_SHARE, Line
 from quire.plan.host import host_budget
 from quire.plan.plan import Plan
 from quire.plan.settings import PlanSettings
 from quire.plan.speculation import refuse_draft_layers
-from quire.plan.step_cost import LAUNCH_S, MEMORY_SHARE
 from quire.spec.hisparse import MOST_BUFFER_TOKENS, PAGE_BOUNDS, HiSparseConfig, HotBuffers
 from quire.spec.layers import AttentionCall, Call, LatentCall
 from quire.spec.model import ModelSpec

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.errors import InvalidInput
-from quire.plan.devices import DEVICES, find_device
+from quire.plan.devices import DEVICES, LAUNCH_S, MEMORY_SHARE, find_device
 from quire.spec.group import GroupSpec
 from quire.spec.layers import AttentionCall, CompressedCall, LatentCall
 from quire.spec.model import ModelSpec
@@ -17,10 +17,6 @@ from quire.spec.model import ModelSpec
 Lengths = npt.NDArray[np.int64]
 
 _COMPUTE_SHARE = 0.5  # share of the published peak, reached by large matrix products
-MEMORY_SHARE = 0.8
-"""Share of a published bandwidth, reached by streaming reads."""
-LAUNCH_S = 0.0005
-"""Host and launch time of a step with captured graphs."""
 _NO_DIRECTION = 1e-7  # share of the largest eigenvalue; along smaller ones the measured steps do not differ
 
 

@@ -24,11 +24,10 @@ from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.tiers.prefill import PrefillPeers
 from quire.tiers.transfer import Transfer
-from quire.transfer.connector import Connector, Write
+from quire.transfer.connector import Connector, Spans, Write
 from quire.transfer.decode import Asking, DecodeSide
 from quire.transfer.messages import Answer, Request, Send
 from quire.transfer.prefill import PrefillSide
-from quire.transfer.spans import Spans
 
 _ONE_TOKEN: Ids = np.zeros(1, dtype=np.int32)
 

@@ -73,8 +73,8 @@ class SimulatedDrafter:
 
 def _chances(seeds: Hashes, places: Lengths) -> npt.NDArray[np.float64]:
     """A number from 0 to 1 for each request and position."""
-    found: npt.NDArray[np.float64] = (mix_bits(seeds + places.astype(np.uint64) * ODD_STEP) >> np.uint64(11)) * 2.0**-53
-    return found
+    mixed = mix_bits(seeds + places.astype(np.uint64) * ODD_STEP)
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def drafts_of(results: Sequence[ReplayResult]) -> dict[str, Any] | None:

@@ -38,8 +38,9 @@ _HALF = np.uint64(32)
 
 def prefix_hashes(namespace: Namespace, tokens: Ids) -> Hashes:
     """The hash of each token of a sequence, uint64 `[num_tokens]`."""
-    found = _mixed((tokens.astype(np.uint64) << _HALF) + np.arange(len(tokens), dtype=np.uint64))
-    np.cumsum(found, out=found)
+    found: Hashes = np.arange(len(tokens), dtype=np.uint64)
+    found += tokens.astype(np.uint64) << _HALF
+    np.cumsum(_mixed(found), out=found)
     found += np.uint64(int.from_bytes(namespace_seed(namespace)[:8], "little"))
     return found
 

@@ -22,8 +22,8 @@ from concurrent.futures import Future
 from typing import Any, Final
 
 from quire.errors import ConnectorError
-from quire.transfer.connectors.one_sided import OneSided, Place
-from quire.transfer.spans import Runs
+from quire.transfer.connector import Runs
+from quire.transfer.connectors.one_sided import MemoryPlace, OneSided
 
 _GIVES_UP_S: Final = 25.0  # a failure after so long may be the library's own patience, which proves nothing
 
@@ -49,7 +49,7 @@ class MooncakeConnector(OneSided):
             raise ConnectorError(f"Mooncake's transfer engine does not start on {self._host}: code {code}.")
         return f"{self._host}:{self._engine.get_rpc_port()}".encode()
 
-    def _attach(self, place: Place) -> str:
+    def _attach(self, place: MemoryPlace) -> str:
         return place.how.decode(errors="replace")
 
     def _begin(self, remote: str, runs: Runs) -> Future[int]:

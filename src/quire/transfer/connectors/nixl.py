@@ -28,8 +28,8 @@ import numpy as np
 
 from quire.errors import ConnectorError
 from quire.transfer.address import is_loopback
-from quire.transfer.connectors.one_sided import OneSided, Place
-from quire.transfer.spans import Runs
+from quire.transfer.connector import Runs
+from quire.transfer.connectors.one_sided import MemoryPlace, OneSided
 
 _PACKAGES: Final = ("nixl_cu12", "nixl_cu13")
 
@@ -64,7 +64,7 @@ class NixlConnector(OneSided):
             raise ConnectorError(f"NIXL cannot start: {error}.") from error
         return how
 
-    def _attach(self, place: Place) -> str:
+    def _attach(self, place: MemoryPlace) -> str:
         try:
             found: bytes = self._agent.add_remote_agent(place.how)
         except self._errors as error:

@@ -13,8 +13,19 @@ from typing import Any, ClassVar, Final, TypeVar
 import msgspec
 
 from quire.errors import ConnectorError
-from quire.transfer.connector import Connector, Write
-from quire.transfer.spans import Memory, Runs, Spans, batches, check_spans, pack_target, runs_to
+from quire.transfer.connector import (
+    Connector,
+    Memory,
+    Place,
+    Runs,
+    Spans,
+    Write,
+    batches,
+    check_spans,
+    pack_target,
+    read_place,
+    runs_to,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +38,9 @@ _CLOSE_S: Final = 1.0  # for batches in flight
 _Result = TypeVar("_Result")
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
-    """An address: where the memory of a peer is, and `how` its library is reached."""
+class MemoryPlace(Place, frozen=True):
+    """Where the memory of a peer is, and `how` its library is reached."""
 
-    kind: str
-    name: str
     base: int
     num_bytes: int
     how: bytes
@@ -40,7 +49,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 class _PeerLink:
     """A peer. The library has one batch of its first write at a time, as `handle`."""
 
-    def __init__(self, place: Place, remote: Any) -> None:
+    def __init__(self, place: MemoryPlace, remote: Any) -> None:
         self.place = place
         self.remote = remote
         self.writes: deque[tuple[Write, Iterator[Runs]]] = deque()
@@ -83,7 +92,7 @@ class OneSided(Connector):
             self.close()
             raise
         base = int(memory.ctypes.data)
-        self._address = msgspec.msgpack.encode(Place(self.kind, name, base, len(memory), how))
+        self._address = msgspec.msgpack.encode(MemoryPlace(self.kind, name, base, len(memory), how))
 
     # -- the port
 
@@ -95,14 +104,7 @@ class OneSided(Connector):
         return self._address
 
     def connect(self, peer: str, address: bytes) -> None:
-        try:
-            place = msgspec.msgpack.decode(address, type=Place)
-        except (msgspec.DecodeError, ValueError) as error:  # ValueError: text that is no UTF-8
-            raise ConnectorError(
-                f"the address of '{peer}' is not one of a connector '{self.kind}': {error}."
-            ) from error
-        if (place.kind, place.name) != (self.kind, peer):
-            raise ConnectorError(f"the address of '{peer}' is that of '{place.name}', connector '{place.kind}'.")
+        place = read_place(address, peer, self.kind, MemoryPlace)
 
         def attach() -> None:
             self._detach_peer(peer)
@@ -264,7 +266,7 @@ class OneSided(Connector):
         """Start it and register the memory; returns the `how` of the address. Raises ConnectorError."""
         raise NotImplementedError
 
-    def _attach(self, place: Place) -> Any:
+    def _attach(self, place: MemoryPlace) -> Any:
         """A peer, as `_begin` takes it. Raises ConnectorError."""
         raise NotImplementedError
 

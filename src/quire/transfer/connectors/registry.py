@@ -10,8 +10,7 @@ from quire.errors import ConnectorError, InvalidInput
 from quire.transfer.address import is_loopback
 
 if TYPE_CHECKING:
-    from quire.transfer.connector import Connector
-    from quire.transfer.spans import Memory
+    from quire.transfer.connector import Connector, Memory
 
 _CONNECTORS: Final[dict[str, tuple[str, str]]] = {
     "nixl": ("NixlConnector", "pip install --no-deps nixl-cu12==1.5.1"),

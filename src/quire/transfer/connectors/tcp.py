@@ -25,7 +25,20 @@ import numpy as np
 
 from quire.errors import ConnectorError, InvalidInput
 from quire.transfer.address import format_address
-from quire.transfer.connector import Connector, Write
+from quire.transfer.connector import (
+    Connector,
+    Memory,
+    Place,
+    Runs,
+    Spans,
+    Write,
+    batches,
+    check_spans,
+    join,
+    pack_target,
+    read_place,
+    runs_to,
+)
 from quire.transfer.handshake import PAGES, prove
 from quire.transfer.network import (
     READ,
@@ -39,16 +52,13 @@ from quire.transfer.network import (
     receive_exactly,
     send,
 )
-from quire.transfer.spans import Memory, Runs, Spans, batches, check_spans, join, pack_target, runs_to
 
 _HEADER: Final = struct.Struct("<QQ")
 _STEP_BYTES: Final = 4 << 20  # moved at once: bounds how long `shut` waits
 _STEP_RUNS: Final = 512
 
 
-class _Place(msgspec.Struct, frozen=True, array_like=True):
-    kind: str
-    name: str
+class _TcpPlace(Place, frozen=True):
     host: str
     port: int
 
@@ -110,7 +120,7 @@ class TcpConnector(Connector):
             listener = socket.create_server((host, 0), family=family, backlog=128)
         except OSError as error:
             raise ConnectorError(f"connector 'tcp' cannot listen on {host}: {error}.") from error
-        self._address = msgspec.msgpack.encode(_Place("tcp", name, *listener.getsockname()[:2]))
+        self._address = msgspec.msgpack.encode(_TcpPlace("tcp", name, *listener.getsockname()[:2]))
         self._loop = NetworkLoop[_PageConnection]("quire-tcp", listener, accept=self._accept, lose=self._lose)
         self._loop.thread.start()
 
@@ -130,16 +140,14 @@ class TcpConnector(Connector):
 
     def connect(self, peer: str, address: bytes) -> None:
         """As in the port. The first write connects the socket."""
+        place = read_place(address, peer, "tcp", _TcpPlace)
         try:
-            place = msgspec.msgpack.decode(address, type=_Place)
             found = socket.getaddrinfo(
                 place.host, place.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
             )  # a name might take minutes
-            family, _, _, _, where = found[0]
-        except (msgspec.DecodeError, OSError, OverflowError, ValueError) as error:  # ValueError: a host that is no name
+        except (OSError, OverflowError, ValueError) as error:  # ValueError: a host that is no name
             raise ConnectorError(f"the address of '{peer}' is not one of a connector 'tcp': {error}.") from error
-        if (place.kind, place.name) != ("tcp", peer):
-            raise ConnectorError(f"the address of '{peer}' is that of '{place.name}', connector '{place.kind}'.")
+        family, _, _, _, where = found[0]
         self._places[peer] = family, where
 
     def open(self, tag: int, spans: Spans) -> bytes:
