@@ -161,7 +161,8 @@ def measure_kv_errors(
         wanted = model.run(running, tokens, positions, rows)
         on_progress(done := done + 1, total)
         for prompt, found in zip(alone, logits, strict=True):
-            found.add(model.forward(tokens, positions, prompt.batches(start, stop), prompt.pools, rows), wanted)
+            own = RunningForward(prompt.pools, prompt.batches(start, stop))
+            found.add(model.run(own, tokens, positions, rows), wanted)
             on_progress(done := done + 1, total)
     return tuple(
         KVError(

@@ -24,6 +24,7 @@ from torch import Tensor
 from quire.kernels.batch import PagedBatch
 from quire.memory.pool import Pool
 from quire.models.decoder_layer import FusedLayer
+from quire.models.forward import RunningForward
 from quire.models.hf import LoadedModel, load_model
 from quire.spec.bundled import DEFAULT_MODEL
 
@@ -36,7 +37,7 @@ BURSTS, REPEATS = 25, 4
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Inputs of `LoadedModel.forward`."""
+    """Inputs of `LoadedModel.run`."""
 
     tokens: Tensor
     positions: Tensor
@@ -65,7 +66,7 @@ class Step:
 
     def run(self, model: LoadedModel) -> Tensor:
         """The logits of the last row of each sequence."""
-        return model.forward(self.tokens, self.positions, [self.batch], [self.pool], self.rows)
+        return model.run(RunningForward([self.pool], [self.batch]), self.tokens, self.positions, self.rows)
 
 
 def loaded(way: str, dtype: str) -> LoadedModel:

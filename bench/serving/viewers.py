@@ -34,8 +34,7 @@ from bench.serving.connections import ask, at_rest, cpu_percent
 
 from quire.cache.request_kv import CacheUse
 from quire.engine.messages import SequenceTimes
-from quire.engine.reporting import Reporting
-from quire.engine.request_times import TimesPart
+from quire.engine.reporting import Reporting, TimesPart
 from quire.serve.tracing import Tracing
 
 LEAST = 0.99

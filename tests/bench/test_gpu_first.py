@@ -45,7 +45,7 @@ def test_every_stage_runs(tmp_path: Path) -> None:
     assert list(found) == names and all(line["ok"] for line in lines)
     assert found["versions"]["missing"] == []
     assert max(found["kernels"]["cases"].values()) < 2e-2
-    assert found["moves"]["moves"] == ("TritonMoves" if find_spec("triton") else "TorchMoves")
+    assert found["moves"]["moves"] == ("TritonMoves" if find_spec("triton") else "Moves")
     assert found["sampler"]["same"] == found["sampler"]["draws"]
     assert found["tiers"]["loaded_bytes"] > 0
     if find_spec("triton"):

@@ -15,8 +15,7 @@ from quire.engine.config import engine_config
 from quire.engine.core import EngineCore
 from quire.engine.device.runner import ModelRunner
 from quire.engine.elastic import memory_of
-from quire.engine.memory_report import MemoryReport, ResizeRequest
-from quire.engine.messages import EngineRequest, Later
+from quire.engine.messages import EngineRequest, Later, MemoryReport, ResizeRequest
 from quire.errors import InvalidInput, PlanError, RefusedCombination, RequestTooLarge
 from quire.memory.allocator.id_pool import IdPool
 from quire.memory.host_pool import HostPool

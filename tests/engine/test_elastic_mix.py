@@ -14,8 +14,7 @@ import pytest
 
 from quire.engine.config import engine_config
 from quire.engine.core import EngineCore
-from quire.engine.memory_report import ResizeRequest
-from quire.engine.messages import EngineRequest
+from quire.engine.messages import EngineRequest, ResizeRequest
 from quire.models.hf import LoadedModel
 from quire.plan.plan import size_within
 from quire.testing.choices import Choices

@@ -6,7 +6,7 @@ import pytest
 
 from quire.engine.config import engine_config
 from quire.engine.core import EngineCore
-from quire.engine.cost_growth import cost_growth
+from quire.engine.planning import cost_growth
 from quire.prefix.hit_density import HitDensity
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.ending import Ending

@@ -19,7 +19,7 @@ from quire.engine.device.frame_staging import ComputeStream, FrameStaging, Stage
 from quire.engine.device.runner import LaunchedForward
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.batch import PagedBatch
-from quire.kernels.moves import TORCH, Moves, Pieces, TorchMoves
+from quire.kernels.moves import TORCH, Moves, Pieces
 from quire.memory import pinned
 from quire.memory.frame_copies import FrameCopies
 from quire.memory.host_pool import HostPool
@@ -294,7 +294,7 @@ def check_loads() -> None:
             assert (cuda.races.found == []) is follows
     cuda = FakeCuda()
     with staged(cuda) as (_, copies, pool, host):
-        with patch.object(TorchMoves, "scatter", side_effect=MemoryError), pytest.raises(MemoryError):
+        with patch.object(Moves, "scatter", side_effect=MemoryError), pytest.raises(MemoryError):
             copies.to_device(0, ids([5, 6]), ids([1, 2]))
         cuda.races.by_host(torch.from_numpy(host.rows(0)[1:3]), "another load", writes=True)
     assert cuda.races.found == []

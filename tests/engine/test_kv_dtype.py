@@ -7,6 +7,7 @@ import pytest
 from quire.engine.config import engine_config
 from quire.errors import InvalidInput
 from quire.models.hf import LoadedModel, load_model
+from quire.observe.events import EventLog
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.events import PagesStored
 from quire.spec.pages import pages_for
@@ -100,10 +101,10 @@ def test_no_two_formats_share_a_page_hash(model: LoadedModel) -> None:
     """The same prompt, the same weights, another format: pages that must never be taken for each other."""
     hashes: dict[str, set[bytes]] = {}
     for name in ("auto", *FORMATS):
-        core = core_for(model, kv_dtype=name, page_size=4, enable_kv_events=True)
+        core, log = core_for(model, kv_dtype=name, page_size=4), EventLog()
+        core.cache.tree.names.follow(log.append)
         run(core, PROMPTS[:2], GREEDY)
-        assert core.events is not None
-        stored = [event for event in core.events.since(0)[1] if isinstance(event, PagesStored)]
+        stored = [event for event in log.since(0)[1] if isinstance(event, PagesStored)]
         hashes[name] = {digest for event in stored for digest in event.hashes}
         assert len(hashes[name]) > 10
     assert len(set.union(*hashes.values())) == sum(map(len, hashes.values()))

@@ -11,7 +11,7 @@ from quire.engine.config import engine_config
 from quire.engine.core import EngineCore
 from quire.engine.elastic import PressedMemory, memory_of
 from quire.engine.memory_pressure import Pressure, PressureSizes, read_pressure
-from quire.engine.memory_report import ResizeRequest
+from quire.engine.messages import ResizeRequest
 from quire.errors import HostMemoryError, InvalidInput
 from quire.testing.choices import Choices
 from tests.engine.test_elastic import added, engine, expected, params, prompts, stepped

@@ -10,7 +10,7 @@ import pytest
 from quire.engine.config import engine_config
 from quire.engine.core import EngineCore
 from quire.engine.messages import EngineRequest, SequenceTimes
-from quire.engine.request_times import TimesPart
+from quire.engine.reporting import TimesPart
 from quire.loop import Launched, Part
 from quire.scheduler.sampling_params import SamplingParams
 from tests.engine.running import AMPLE, core_for

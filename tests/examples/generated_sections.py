@@ -9,10 +9,11 @@ from pathlib import Path
 
 from quire import errors
 from quire.engine.config import EngineConfig
-from quire.models.registry import ALIASES, REFUSED, VERIFIED
+from quire.models.registry import ALIASES, REFUSED
 from quire.serve.config import ServerConfig
 from quire.settings.setting import default_of, help_of, option_names
 from tests.examples import documented_fields, generated_reference
+from tests.verified_models import VERIFIED
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted((*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")))

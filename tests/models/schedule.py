@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire.kernels.batch import PagedBatch
 from quire.memory.pool import Pool
+from quire.models.forward import RunningForward
 from quire.models.hf import LoadedModel
 from quire.spec.group import GroupSpec, ReachSpec
 from quire.spec.pages import pages_for
@@ -124,9 +125,8 @@ class Schedule:
         ids = np.concatenate([self.tokens[name][start:stop] for name, (start, stop) in step.items()])
         positions = np.concatenate([np.arange(start, stop) for start, stop in step.values()])
         rows = torch.arange(len(ids)) if rows is None else rows
-        batches = [self._batch(group, step) for group in frames]
-        pools = [group.pool for group in frames]
-        return model.forward(torch.from_numpy(ids), torch.from_numpy(positions), batches, pools, rows)
+        running = RunningForward([group.pool for group in frames], [self._batch(group, step) for group in frames])
+        return model.run(running, torch.from_numpy(ids), torch.from_numpy(positions), rows)
 
     def _batch(self, frames: Frames, step: Step) -> PagedBatch:
         tables = [frames.tables[name] for name in step]

@@ -8,13 +8,13 @@ from quire.errors import ModelCheckFailed, UnsupportedModel
 from quire.kernels import tiles
 from quire.models import block_sparse
 from quire.models.hf import LoadedModel, load_model
-from quire.models.registry import VERIFIED
 from quire.scheduler.sampling_params import SamplingParams
 from tests.covering import covering
 from tests.engine.running import core_for, generated, run, shared_prompts
 from tests.models.schedule import STEPS, Schedule, long_steps
 from tests.tiny_hybrids import HYBRIDS, build_hybrid
 from tests.tiny_models import VOCAB_SIZE, save_tiny
+from tests.verified_models import VERIFIED
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = shared_prompts(7, shared=37, tails=(3, 20, 11, 1, 29), vocabulary=VOCAB_SIZE)

@@ -11,7 +11,6 @@ from bench.engine.kv_error import measure_kv_errors
 from quire.errors import ModelCheckFailed
 from quire.models import compressed
 from quire.models.hf import LoadedModel, load_model
-from quire.models.registry import VERIFIED
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.kv_format import KV_FORMATS
 from quire.spec.layers import CompressedCall
@@ -21,6 +20,7 @@ from tests.engine.running import core_for, generated, run, shared_prompts, tight
 from tests.models.schedule import Schedule, Step, long_steps
 from tests.tiny_hybrids import HYBRIDS, build_hybrid
 from tests.tiny_models import VOCAB_SIZE, save_tiny
+from tests.verified_models import VERIFIED
 
 pytestmark = unless_changed(__name__, *MODELS)
 

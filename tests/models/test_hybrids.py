@@ -14,10 +14,11 @@ from transformers.utils import logging as transformers_logging
 
 from quire.errors import ModelCheckFailed
 from quire.kernels.batch import PagedBatch
-from quire.kernels.moves import TorchMoves
+from quire.kernels.moves import Moves
 from quire.kernels.state import StateBatch
 from quire.memory.pool import Pool
 from quire.models import mixers
+from quire.models.forward import RunningForward
 from quire.models.hf import LoadedModel, load_model
 from quire.models.mixers import install_mixers
 from quire.spec.layout import DType
@@ -94,13 +95,9 @@ class Memory:
         positions = np.concatenate([np.arange(start, stop) for start, stop in step.values()])
         ids = np.concatenate([self.tokens[name][start:stop] for name, (start, stop) in step.items()])
         paged, states = self._paged(step), self._states(step)
-        return self.model.forward(
-            torch.from_numpy(ids),
-            torch.from_numpy(positions),
-            [states if group.reach.kind == "state" else paged for group in self.groups],
-            self.pools,
-            torch.arange(len(ids)),
-        )
+        batches = [states if group.reach.kind == "state" else paged for group in self.groups]
+        running = RunningForward(self.pools, batches)
+        return self.model.run(running, torch.from_numpy(ids), torch.from_numpy(positions), torch.arange(len(ids)))
 
     def _paged(self, step: Step) -> PagedBatch:
         starts, stops = np.array(list(step.values())).T
@@ -208,7 +205,7 @@ def test_rows_of_no_request_get_logits_and_change_nothing(name):
     paged.slots = np.concatenate((paged.slots, np.zeros(2, dtype=np.int32)))
     batches = [states if group.reach.kind == "state" else paged for group in padded.groups]
     ids = torch.tensor([*range(5), 0, 0])
-    logits = model.forward(ids, ids, batches, padded.pools, torch.arange(7))
+    logits = model.run(RunningForward(padded.pools, batches), ids, ids, torch.arange(7))
     assert (logits[:5] - memory.run({"a": (0, 5)})).abs().max() < 1e-3
     step = {"a": (5, 6)}
     assert (padded.run(step) - memory.run(step)).abs().max() < 1e-3
@@ -285,7 +282,7 @@ BREAKS = {
 @covering(broken=BREAKS, name=["bamba", "mamba", "olmo_hybrid", "lfm2"])
 def test_the_check_at_load_notices(broken, name, monkeypatch):
     function, change, said = BREAKS[broken]
-    monkeypatch.setattr(TorchMoves, function, change(getattr(TorchMoves, function)))
+    monkeypatch.setattr(Moves, function, change(getattr(Moves, function)))
     with pytest.raises(ModelCheckFailed, match=said):
         load(name)
 

@@ -14,7 +14,6 @@ from quire.models.forward import in_forward
 from quire.models.hf import LoadedModel, load_model
 from quire.models.indexers import IndexKeys
 from quire.models.latent import LatentAttention
-from quire.models.registry import VERIFIED
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.layers import LatentCall
 from tests.changes import MODELS, unless_changed
@@ -24,6 +23,7 @@ from tests.engine.test_hybrid_tokens import SERVED
 from tests.models.schedule import STEPS, Schedule, long_steps
 from tests.tiny_latents import LATENTS, SPARSE, build_latent, save_latent
 from tests.tiny_models import VOCAB_SIZE
+from tests.verified_models import VERIFIED
 
 pytestmark = unless_changed(__name__, *MODELS)
 

@@ -13,9 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from quire.errors import InvalidInput, LayoutMismatch, ModelCheckFailed, ModelLoadError, UnsupportedModel
 from quire.models import hf, source
 from quire.models.hf import LoadedModel, load_model
-from quire.models.registry import ALIASES, REFUSED, VERIFIED
+from quire.models.registry import ALIASES, REFUSED
 from quire.spec.layout import DType
 from tests.tiny_models import ARCHITECTURES, build_tiny, save_tiny
+from tests.verified_models import VERIFIED
 
 
 @pytest.fixture(scope="module")

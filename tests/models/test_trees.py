@@ -10,7 +10,7 @@ from quire.errors import UnsupportedModel
 from quire.kernels.batch import PagedBatch
 from quire.kernels.moves import TORCH
 from quire.memory.pool import Pool
-from quire.models.forward import slots_of
+from quire.models.forward import RunningForward, slots_of
 from quire.models.hf import LoadedModel
 from tests.changes import MODELS, unless_changed
 from tests.covering import few
@@ -53,7 +53,9 @@ class Text:
         tree = None if parents is None else np.array(parents, dtype=np.int32)
         batches = [PagedBatch.of(self.frames, *ends, self.page_size, tree) for _ in self.groups]
         positions = torch.from_numpy(batches[0].positions())
-        return self.model.forward(torch.tensor(tokens), positions, batches, self.pools, torch.arange(len(tokens)))
+        return self.model.run(
+            RunningForward(self.pools, batches), torch.tensor(tokens), positions, torch.arange(len(tokens))
+        )
 
 
 @pytest.mark.parametrize("name", ["llama_gqa", "gemma3_text", "deepseek_v3"])

@@ -12,7 +12,6 @@ import pytest
 
 from quire.models.forward import RunningForward
 from quire.models.hf import load_model
-from quire.models.registry import VERIFIED
 from quire.spec.group import ReachSpec
 from tests.changes import MODELS, unless_changed
 from tests.covering import covering
@@ -20,6 +19,7 @@ from tests.models import schedule
 from tests.models.schedule import STEPS, Schedule, long_steps
 from tests.tiny_hybrids import HYBRIDS, WINDOWED, build_hybrid
 from tests.tiny_models import save_tiny
+from tests.verified_models import VERIFIED
 
 pytestmark = unless_changed(__name__, *MODELS)
 

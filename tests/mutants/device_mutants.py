@@ -11,9 +11,8 @@ from quire import upload
 from quire.cache.running import Lengths
 from quire.engine.device import filters, readback
 from quire.engine.device.filters import Filters
-from quire.engine.device.readback import Readback
 from quire.engine.device.runner import ModelRunner
-from quire.engine.device.sampler import _Draws
+from quire.engine.device.sampler import Readback, _Draws
 from quire.upload import Upload
 from tests.mutants.mutants import Patch, mutant
 

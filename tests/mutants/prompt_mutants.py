@@ -52,6 +52,6 @@ def logits_are_those_of_the_output_layer(patch: Patch) -> None:
     def logits(model: LoadedModel, running: Any, rows: Any) -> Any:
         if model._decoder is not None:
             return real(model, running, rows)
-        return model.output_layer(running.output.last_hidden_state[0][rows]).float()
+        return model.module.get_output_embeddings()(running.output.last_hidden_state[0][rows]).float()
 
     patch.setattr(LoadedModel, "more_logits", logits)

@@ -35,7 +35,6 @@ import msgspec
 from quire.cache.session import SessionList
 from quire.client.channel import Channel
 from quire.engine.config import EngineConfig
-from quire.engine.memory_report import MemoryReport, ResizeRequest
 from quire.engine.messages import (
     COMMAND_DECODER,
     ENCODER,
@@ -47,10 +46,12 @@ from quire.engine.messages import (
     Died,
     EngineRequest,
     Later,
+    MemoryReport,
     Outputs,
     Ready,
     Reply,
     Report,
+    ResizeRequest,
     RetainRequest,
     Shutdown,
     StepOutputs,

@@ -148,7 +148,6 @@ class CacheFields(WorthFields, TenantFields):
         needs="a range of --kv-memory",
     )
     identify_weights: bool = setting(False, "Read all weights to tell them from others.", option=None)
-    enable_kv_events: bool = setting(False, "Record pages stored and removed (`engine.events`).", option=None)
     kv_events: str | None = setting(
         None,
         "Where routers read what is cached, in vLLM's format: tcp://HOST:PORT. Tokens are in clear.",

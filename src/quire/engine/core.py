@@ -20,7 +20,6 @@ from quire.canary.parts import AuditPart, HistoryPart
 from quire.counters import Section, declared_in, statistics_of
 from quire.engine.before_load import check_features
 from quire.engine.config import FLUSH_S, MOST_EPOCHS, EngineConfig, loading_options
-from quire.engine.cost_growth import cost_growth
 from quire.engine.counters import OPTIONAL_SECTIONS, EngineCounters, facts_of
 from quire.engine.device.device import largest_graph, open_device, plan_for, warm_ups_of
 from quire.engine.device.frame_staging import ComputeStream
@@ -30,16 +29,14 @@ from quire.engine.grammar import grammar_parts, grammars_of
 from quire.engine.hisparse import HostedLatents, hot_buffer_parts
 from quire.engine.incoming import refuse_adapter, request_of
 from quire.engine.kv_events import kv_event_parts
-from quire.engine.memory_report import MemoryReport, ResizeRequest
-from quire.engine.messages import EngineRequest, Later, Ready, RetainRequest, StepOutputs
+from quire.engine.messages import EngineRequest, Later, MemoryReport, Ready, ResizeRequest, RetainRequest, StepOutputs
 from quire.engine.outline import Outline, outline_of
+from quire.engine.planning import cost_growth
 from quire.engine.pooling import pooling_facts, pooling_parts, refuse_others
 from quire.engine.prompt_logprobs import prompt_parts
-from quire.engine.reporting import Reporting, explanation_parts, keeping_parts, limit_of
-from quire.engine.request_times import time_parts
+from quire.engine.reporting import Reporting, explanation_parts, keeping_parts, limit_of, time_parts
 from quire.engine.self_checks import check_parts
 from quire.engine.speculation import drafter_of, load_draft, sampler_of, speculation_parts
-from quire.engine.tenants import tenant_parts, tenants_of_engine
 from quire.engine.tier_storage import Storage, open_tiers
 from quire.engine.tiers import (
     EngineTiers,
@@ -56,11 +53,10 @@ from quire.errors import InvalidInput, QuireError
 from quire.grammar.part import PATIENCE_S
 from quire.loop import ForwardPart, Loop, Part
 from quire.loop.endings import EndingsPart
-from quire.loop.tenants import TenantState
+from quire.loop.tenants import TenantsPart, TenantState, parts_for_tenants
 from quire.memory.host_pool import Progress
 from quire.models.draft_head import LoadedHead
 from quire.models.hf import LoadedModel, load_model
-from quire.observe.events import EventLog
 from quire.observe.explain import Explanation, Explanations
 from quire.offload import offload_of
 from quire.offload.deletion import Flushed
@@ -98,7 +94,6 @@ _PARTS: tuple[Callable[[EngineCore], Iterable[Part]], ...] = (
     pooling_parts,
     hot_buffer_parts,
     tier_parts,
-    tenant_parts,
     check_parts,
     kv_event_parts,
     memory_parts,
@@ -156,7 +151,6 @@ class EngineCore:
         self.plan = self.capacity.memory
         self.facts = facts_of(config, self.capacity, self.models) | pooling_facts(model)
         self.facts["identity"] = sha256(repr(self.identity(0)).encode()).hexdigest()
-        self.events = EventLog() if config.enable_kv_events else None
         self.pools, self.latents, host = build_memory(config, self.capacity, model, progress)
         self.wake: Callable[[], None] = lambda: None
         with ExitStack() as undo:
@@ -178,7 +172,6 @@ class EngineCore:
             eviction=config.eviction,
             cost_growth=cost_growth(config, self.model),
             share_prefixes=config.enable_prefix_caching,
-            emit=self.events.append if self.events is not None else None,
             model_identity=self._identity(config.weights_epoch),
             checkpoint_interval=config.checkpoint_interval,
             page_tables=True,
@@ -209,7 +202,8 @@ class EngineCore:
         self.reports = Reports(config.canary_reports)
         self.history_part = HistoryPart(self.cache, self.scheduler, lambda: lower_frames(self))
         self.audits = AuditPart(self.cache, self.history_part, self.reports)
-        parts = [*chain.from_iterable(made(self) for made in _PARTS), *more, self.reporting]
+        own = chain.from_iterable(made(self) for made in _PARTS)
+        parts = [*own, *parts_for_tenants(self.cache), *more, self.reporting]
         self.runner.parts = tuple(part for part in (*parts, self.drafter) if isinstance(part, ForwardPart))
         by_default = config.may_overlap and self.device.type != "cpu"
         overlaps = by_default if config.overlap is None else config.overlap
@@ -340,12 +334,18 @@ class EngineCore:
 
     def tenants(self) -> list[TenantState]:
         """The tenants, their terms and what they hold. Raises InvalidInput where there are none."""
-        return tenants_of_engine(self).listing()
+        return self._tenants().listing()
 
     def set_tenant(self, name: str, terms: dict[str, Any]) -> list[TenantState]:
         """Other terms for a tenant from now on: `floor`, `ceiling` (None: none) or `weight`. Returns all tenants.
         Raises InvalidInput; nothing has changed then."""
-        return tenants_of_engine(self).change(name, terms)
+        return self._tenants().change(name, terms)
+
+    def _tenants(self) -> TenantsPart:
+        part = self.part(TenantsPart)
+        if part is None:
+            raise InvalidInput("this engine has no tenants.", fix="start it with --tenants FILE.")
+        return part
 
     def flush(self, namespace: Namespace | None) -> Later[Flushed]:
         """Delete the cached pages of a namespace, or all, in every tier, and its retentions. Running requests continue;

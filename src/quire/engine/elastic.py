@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from quire.counters import Section, counter, gauge
 from quire.engine.memory_pressure import PressureSizes
-from quire.engine.memory_report import MemoryHolder, MemoryReport, MemorySize, ResizeRequest
-from quire.engine.messages import Later
+from quire.engine.messages import Later, MemoryHolder, MemoryReport, MemorySize, ResizeRequest
 from quire.engine.tier_size import HostMemorySize
 from quire.errors import InvalidInput, PlanError, QuireError, RefusedCombination
 from quire.loop import Part

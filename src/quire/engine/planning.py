@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.engine.config import EngineConfig
 from quire.engine.host_memory import host_memory
+from quire.errors import UnsupportedModel
 from quire.plan.hisparse import latent_bytes
 from quire.plan.plan import Plan
 from quire.plan.planner import make_plan
 from quire.plan.settings import PlanSettings
 from quire.plan.speculation import configured_draft, with_draft_model
+from quire.plan.step_cost import growth_of
+from quire.spec.config_reader import ConfigReader
 from quire.spec.layout import DType
 from quire.spec.model import ModelSpec
+from quire.spec.weights import active_parameters, read_weights
+
+if TYPE_CHECKING:
+    from quire.models.hf import LoadedModel
 
 
 def plan_settings(config: EngineConfig) -> PlanSettings:
@@ -53,3 +60,16 @@ def configured_plan(config: EngineConfig, found: Mapping[str, Any], kv_memory: i
     if config.dtype != "auto":
         spec = replace(spec, dtype=DType(config.dtype))
     return engine_plan(config, spec, configured_draft(config.speculative_config, spec), kv_memory)
+
+
+def cost_growth(config: EngineConfig, model: LoadedModel) -> float:
+    """As `CostModel.growth`, by the floating-point operations of a model; 0 with `eviction_worth` tokens. A model whose
+    experts are not described uses all of its parameters for each token."""
+    if config.eviction_worth == "tokens":
+        return 0.0
+    try:
+        reader = ConfigReader(model.config)
+        active = active_parameters(reader, read_weights(reader))
+    except UnsupportedModel:
+        active = model.num_parameters
+    return growth_of(model.spec, active)

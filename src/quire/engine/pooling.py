@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from quire.cache.running import Lengths
-from quire.engine.device.readback import to_host
+from quire.engine.device.sampler import to_host
 from quire.engine.messages import EngineRequest, TokenOutput
 from quire.engine.reporting import Reporting
 from quire.errors import UnsupportedModel

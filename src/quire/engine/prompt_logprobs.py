@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from quire.cache.running import Lengths
-from quire.engine.device.readback import to_host
-from quire.engine.device.sampler import log_probabilities
+from quire.engine.device.sampler import log_probabilities, to_host
 from quire.engine.messages import PromptLogprobs, TokenOutput
 from quire.engine.reporting import Reporting
 from quire.loop import End, ForwardPart, Part, StepResult

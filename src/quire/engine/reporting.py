@@ -1,17 +1,19 @@
-"""Reporting: what the steps of an engine tell its callers."""
+"""Reporting: what the steps of an engine tell its callers, and what ends that callers keep."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quire.cache.sessions import Sessions
+from quire.counters import Section
 from quire.engine.device.runner import LaunchedForward
-from quire.engine.messages import StepOutputs, TokenOutput, output_of
+from quire.engine.messages import SequenceTimes, StepOutputs, TokenOutput, output_of
 from quire.errors import QuireError, StepFailed
-from quire.loop import End, Part, StepResult
-from quire.loop.sessions import SessionsPart
+from quire.loop import End, Launched, Part, StepResult
 from quire.observe.explain import Explanations
 from quire.offload.parts import RetentionPart
 from quire.scheduler.request import Request
@@ -92,6 +94,59 @@ class ExplanationPart(Part):
                 self._reporting.note(output_of(request, explanation=request.explanation))
 
 
+class TimesPart(Part):
+    """Reports the times of each sequence once, with its first token or its end. A step looks at no others."""
+
+    def __init__(self, reporting: Reporting) -> None:
+        self._reporting = reporting
+        self._turn_began = 0.0
+        self._prompts: dict[Request, tuple[SequenceTimes, int]] = {}  # with the outputs that they began with
+
+    def before_schedule(self) -> None:
+        self._turn_began = time.monotonic()
+
+    def scheduled(self, step: Step) -> None:
+        for request in step.admitted:
+            times = SequenceTimes(queued=request.queued_s, matched=self._turn_began, admitted=time.monotonic())
+            times.fetched = request.fetched
+            self._prompts[request] = times, request.num_outputs
+
+    def launched(self, launched: Launched) -> None:
+        for request, (times, _) in self._prompts.items():
+            if not times.launched and request.num_launched > request.num_cached:
+                times.launched = launched.began  # a CPU has computed it by now
+
+    def settled(self, result: StepResult) -> None:
+        for request, (times, num_outputs) in [*self._prompts.items()]:
+            if request.num_outputs > num_outputs or request.finish_reason is not None:
+                times.first_token = time.monotonic()
+                self._report(request)
+
+    def ended(self, request: Request, end: End, error: Exception | None) -> None:
+        if request in self._prompts:
+            self._report(request)
+
+    def _report(self, request: Request) -> None:
+        times, _ = self._prompts.pop(request)
+        self._reporting.note(TokenOutput(request_id=request.request_id, times=times))
+
+
+class SessionsPart(Part):
+    """The sessions of one cache."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+
+    def before_schedule(self) -> None:
+        self._sessions.expire()
+
+    def counters(self) -> list[Section]:
+        return [("", self._sessions.counters())]
+
+    def close(self) -> None:
+        self._sessions.close_all()
+
+
 def explanation_parts(engine: EngineCore) -> Iterator[Part]:
     """The part that explains; none where that is off."""
     if engine.config.explain:
@@ -108,3 +163,9 @@ def keeping_parts(engine: EngineCore) -> Iterator[Part]:
     yield engine.endings
     yield RetentionPart(engine.offload.retention)
     yield SessionsPart(engine.cache.sessions)
+
+
+def time_parts(engine: EngineCore) -> Iterator[Part]:
+    """The part that reports times; none unless requests are traced."""
+    if engine.config.otlp_traces_endpoint is not None:
+        yield TimesPart(engine.reporting)

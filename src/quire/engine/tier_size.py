@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from quire.engine.memory_report import MemorySize
+from quire.engine.messages import MemorySize
 from quire.errors import InvalidInput, RefusedCombination
 from quire.offload.host_resizing import HostResizing
 from quire.plan.budget import format_bytes

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -125,61 +124,46 @@ class HostEntries:
         return to_device(np.array(found, dtype=np.int64), self.parts[0][1].device)
 
 
-class Moves(Protocol):
-    """Moves of one device. Indices are in range, and targets of one move differ, unless a method says otherwise."""
+class Moves:
+    """Torch's operators, for any device; a subclass has faster ones for its own.
+
+    Indices are in range, and targets of one move differ, unless a method says otherwise.
+    """
 
     def set_entries(self, tables: Tensor, changes: Tensor) -> None:
         """Set entries of `tables` int32 `[groups, rows, width]`, contiguous. Entry `changes[0, i]` of the `rows *
         width` of group g becomes `changes[1 + g, i]`; `changes` is int32 `[1 + groups, n]`, contiguous."""
-
-    def gather(self, pieces: Pieces, rows: Tensor, records: Tensor) -> None:
-        """Write the pieces of `rows` int64 `[n]` to `records` `[n, record_words]`, contiguous; other words stay."""
-
-    def scatter(self, pieces: Pieces, rows: Tensor, records: Tensor) -> None:
-        """The other way. Pieces of other rows stay."""
-
-    def move(self, pieces: Pieces, sources: Tensor, targets: Tensor) -> None:
-        """Copy the pieces of row `sources[i]` to row `targets[i]`, int64 `[n]`. All are read before any is written."""
-
-    def read_states(self, layer: Tensor, sources: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """States `[n, *shape]`, a copy, of frames `sources` int64 `[n]` of `layer` `[frames, 1, *shape]`; zeros if the
-        source is frame 0. They are converted to `dtype` if there is one."""
-
-    def write_states(self, layer: Tensor, targets: Tensor, states: Tensor) -> None:
-        """Store `states` `[n, *shape]` in frames `targets` int64 `[n]` of `layer`, converted to its element type."""
-
-    def swap_in(self, entries: HostEntries, frames: Slots, places: Slots, targets: Tensor) -> None:
-        """Copy entry `places[i]` of the host's frame `frames[i]`, int64 `[n]`, to slot `targets[i]`, in all fields."""
-
-
-class TorchMoves:
-    """Torch's operators, for any device. Its methods are those of `Moves`."""
-
-    def set_entries(self, tables: Tensor, changes: Tensor) -> None:
         tables.flatten(1).index_copy_(1, changes[0].long(), changes[1:])
 
     def gather(self, pieces: Pieces, rows: Tensor, records: Tensor) -> None:
+        """Write the pieces of `rows` int64 `[n]` to `records` `[n, record_words]`, contiguous; other words stay."""
         for place, part in pieces.parts:
             _part_of(records, place, part).copy_(part[:, *_entry_of(pieces, rows)].transpose(0, 1))
 
     def scatter(self, pieces: Pieces, rows: Tensor, records: Tensor) -> None:
+        """The other way. Pieces of other rows stay."""
         for place, part in pieces.parts:
             part[:, *_entry_of(pieces, rows)] = _part_of(records, place, part).transpose(0, 1)
 
     def move(self, pieces: Pieces, sources: Tensor, targets: Tensor) -> None:
+        """Copy the pieces of row `sources[i]` to row `targets[i]`, int64 `[n]`. All are read before any is written."""
         for _, part in pieces.parts:
             part[:, *_entry_of(pieces, targets)] = part[:, *_entry_of(pieces, sources)]
 
     def read_states(self, layer: Tensor, sources: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """States `[n, *shape]`, a copy, of frames `sources` int64 `[n]` of `layer` `[frames, 1, *shape]`; zeros if the
+        source is frame 0. They are converted to `dtype` if there is one."""
         states = layer[sources, 0]
         absent = (sources == 0).view(-1, *(1,) * (states.dim() - 1))
         states = states.masked_fill_(absent, 0)
         return states if dtype is None else states.to(dtype)
 
     def write_states(self, layer: Tensor, targets: Tensor, states: Tensor) -> None:
+        """Store `states` `[n, *shape]` in frames `targets` int64 `[n]` of `layer`, converted to its element type."""
         layer[targets, 0] = states.to(layer.dtype)
 
     def swap_in(self, entries: HostEntries, frames: Slots, places: Slots, targets: Tensor) -> None:
+        """Copy entry `places[i]` of the host's frame `frames[i]`, int64 `[n]`, to slot `targets[i]`, in all fields."""
         for source, target in entries.parts:
             rows = entries_of(source)[frames, places]
             if target.device.type == "cpu":
@@ -205,4 +189,4 @@ def _part_of(records: Tensor, place: int, part: Tensor) -> Tensor:
     return records[:, place : place + layers * size].view(len(records), layers, size)
 
 
-TORCH = TorchMoves()
+TORCH = Moves()

@@ -164,8 +164,8 @@ class LoadedHead:
         self.device = target.device
         self._dtypes = {name: tensor.dtype for name, tensor in head.state_dict().items()}
         self._head = head.to(device=target.device, dtype=torch_dtype(target.spec.dtype)).requires_grad_(False).eval()
-        self._embedding = target.embedding
-        self._output_layer = target.output_layer
+        self._embedding: nn.Module = target.module.get_input_embeddings()
+        self._output_layer: nn.Module = target.module.get_output_embeddings()
         fix_rotary(head, target.spec.context_length)
         prepare_linears(head)
         with linear_inputs(head) as inputs:

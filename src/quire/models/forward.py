@@ -203,5 +203,5 @@ def current_forward() -> Forward:
     """The forward pass that is running. Raises RuntimeError outside one."""
     forward = _forward.get()
     if forward is None:
-        raise RuntimeError("a model on Quire's pools runs only inside LoadedModel.forward")
+        raise RuntimeError("a model on Quire's pools runs only inside LoadedModel.run")
     return forward

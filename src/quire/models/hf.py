@@ -23,9 +23,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, Au
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, AutoModelForCausalLM
 
 from quire.errors import InvalidInput, LayoutMismatch, ModelCheckFailed, ModelLoadError, QuireError, UnsupportedModel
-from quire.kernels.batch import PagedBatch
-from quire.kernels.state import StateBatch
-from quire.memory.pool import Pool, torch_dtype
+from quire.memory.pool import torch_dtype
 from quire.models.attention import IMPLEMENTATION, OWN_ATTENTION, install_kv_sharing
 from quire.models.block_sparse import install_block_indexers
 from quire.models.check import check_forward, plain_logits
@@ -71,7 +69,7 @@ _ELEMENTWISE = {
 
 
 class LoadedModel:
-    """A checked model. `spec` says what its pools store; `forward` runs it on them."""
+    """A checked model. `spec` says what its pools store; `run` computes on them."""
 
     def __init__(
         self, model: Any, *, name: str, max_length: int | None = None, check: bool = True, pack: bool = True
@@ -177,24 +175,13 @@ class LoadedModel:
         described = json.dumps(facts, sort_keys=True, default=str).encode()
         return identity_of(described, self.weights_fingerprint if exact else b"", weights_epoch)
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        batches: Sequence[PagedBatch | StateBatch],
-        pools: Sequence[Pool],
-        rows: Tensor,
-    ) -> Tensor:
-        """Logits float32 `[len(rows), vocab_size]` of the flat rows `rows` (int64), writing all rows to the pools.
-
-        `input_ids` and `positions` are int64 `[T]`; `batches[i]` describes them for group i of `spec.groups`, whose
-        frames are in `pools[i]`. All tensors are on the model's device. Pools may be of any KV format.
-        """
-        return self.run(RunningForward(pools, batches), input_ids, positions, rows)
-
     @torch.inference_mode()
     def run(self, running: RunningForward, input_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
-        """`forward` as `running`, which holds the pools and batches."""
+        """Logits float32 `[len(rows), vocab_size]` of the flat rows `rows` (int64), writing all rows to the pools.
+
+        `input_ids` and `positions` are int64 `[T]`, on the model's device. `running` has a pool of any KV format and a
+        batch of them for each group of `spec.groups`.
+        """
         with forward_pass(running):
             if self._decoder is not None and not self._captured:
                 hidden = self._decoder.hidden(input_ids, positions)
@@ -239,18 +226,6 @@ class LoadedModel:
             input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), **self._inputs, **keep
         ).logits[0]
         return logits if self._keeps_rows else logits[rows]
-
-    @property
-    def embedding(self) -> torch.nn.Module:
-        """What turns token ids into embeddings."""
-        found: torch.nn.Module = self.module.get_input_embeddings()
-        return found
-
-    @property
-    def output_layer(self) -> torch.nn.Module:
-        """What turns the last hidden states into logits."""
-        found: torch.nn.Module = self.module.get_output_embeddings()
-        return found
 
     def capture(self, layers: Sequence[int]) -> None:
         """Keep the outputs of these decoder layers in each forward pass, for `RunningForward.captured`. `LAST_HIDDEN`

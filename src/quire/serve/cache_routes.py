@@ -20,8 +20,7 @@ from pydantic import AliasChoices, Field
 from quire.client.async_engine import ANSWER_TIMEOUT_S, Prompt
 from quire.client.process import Core
 from quire.engine.config import MOST_EPOCHS
-from quire.engine.memory_report import MemoryReport, ResizeRequest
-from quire.engine.messages import Later
+from quire.engine.messages import Later, MemoryReport, ResizeRequest
 from quire.serve.closed_object import ClosedObject
 from quire.serve.conversation import Conversation
 from quire.serve.errors import BadField

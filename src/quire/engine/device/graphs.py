@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,15 +26,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire.kernels.backend import AttentionBackend
 from quire.kernels.batch import Asked, PagedBatch, derive
 from quire.kernels.state import StateBatch
-from quire.memory.pool import Pool
 from quire.models.forward import RunningForward
-from quire.models.hf import LoadedModel
 from quire.plan.devices import graph_bytes
 from quire.scheduler.step import Step
 from quire.upload import FixedUpload, OtherShapes, Upload, refusing_arrays, to_device
+
+if TYPE_CHECKING:
+    from quire.engine.device.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -57,17 +57,6 @@ def graph_sizes(most: int) -> tuple[int, ...]:
         found |= {power, power + power // 2}
         power *= 2
     return tuple(sorted(size for size in found if size <= most))
-
-
-class Captured(Protocol):
-    """What steps run on: the model and the pools."""
-
-    model: LoadedModel
-    pools: tuple[Pool, ...]
-    backend: AttentionBackend
-
-    def pads(self, size: int) -> Batches:
-        """A batch of `size` pads of each group."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,7 +98,7 @@ class DecodeGraphs:
     capture fails are eager. Owns the memory of the graphs.
     """
 
-    def __init__(self, steps: Captured, most: int) -> None:
+    def __init__(self, steps: ModelRunner, most: int) -> None:
         self._steps = steps
         self._sizes, self._most_bytes = graph_sizes(most), graph_bytes(most)
         self._device = steps.model.device

@@ -14,6 +14,7 @@ from quire.engine.host_memory import host_memory
 from quire.kernels.batch import PagedBatch
 from quire.kernels.state import StateBatch
 from quire.memory.pool import Pool
+from quire.models.forward import RunningForward
 from quire.models.hf import LoadedModel, load_model
 from quire.plan.devices import Device, Line, working_memory
 from quire.spec.pages import pages_for
@@ -64,20 +65,12 @@ def _step_bytes(model: LoadedModel, tokens: int) -> int:
         for field in pool.layout.fields:
             for layer in field.layers:
                 pool.layer(field.name, layer).fill_(0)  # memory counts as used when it is first written
-    slots = np.arange(tokens, dtype=np.int32) + page_size  # frame 0 is the padding
-    paged = PagedBatch(
-        query_starts=np.array([0, tokens], dtype=np.int32),
-        context_lens=np.array([tokens], dtype=np.int32),
-        frames=np.arange(1, pages + 1, dtype=np.int32)[None, :],
-        slots=slots,
-        page_size=page_size,
-    )
+    frames = np.arange(1, pages + 1, dtype=np.int32)[None, :]  # frame 0 is the padding
+    paged = PagedBatch.of(frames, np.array([0]), np.array([tokens]), page_size)
     states = StateBatch(*(np.array(numbers, dtype=np.int32) for numbers in ([0, tokens], [0], [1])))
-    batches = [states if group.reach.in_place else paged for group in groups]
+    running = RunningForward(pools, [states if group.reach.in_place else paged for group in groups])
     positions = torch.arange(tokens, device=model.device)
-    return _peak_bytes(
-        model.device, lambda: model.forward(torch.zeros_like(positions), positions, batches, pools, positions[-1:])
-    )
+    return _peak_bytes(model.device, lambda: model.run(running, torch.zeros_like(positions), positions, positions[-1:]))
 
 
 def _peak_bytes(device: torch.device, work: Callable[[], object]) -> int:

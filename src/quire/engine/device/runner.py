@@ -16,8 +16,7 @@ from quire.engine.device.frame_staging import ComputeStream
 from quire.engine.device.graphs import DecodeGraphs
 from quire.engine.device.logit_changes import limit
 from quire.engine.device.page_tables import DevicePageTables
-from quire.engine.device.readback import Readback
-from quire.engine.device.sampler import Drawn, Sampler
+from quire.engine.device.sampler import Drawn, Readback, Sampler
 from quire.engine.device.warm_up import Pads, warm_up
 from quire.engine.host_memory import host_memory
 from quire.engine.messages import TokenLogprobs
@@ -139,7 +138,8 @@ class ModelRunner:
         rows, width = cache.plan.max_requests, cache.plan.pages_per_row
         self.tables = DevicePageTables(len(self._following), rows, width, device=device, moves=backend.moves)
         cache.parts.moved.append(self.move_frames)
-        self.warm_up_s = warm_up(self, warm_ups) if warm_ups else 0.0
+        if warm_ups:
+            warm_up(self, warm_ups)
         self.graphs: DecodeGraphs | None = None
         if largest_graph:
             self.graphs = DecodeGraphs(self, largest_graph)

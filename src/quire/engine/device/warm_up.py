@@ -11,20 +11,17 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from quire.engine.device.page_tables import DevicePageTables
-from quire.kernels.backend import AttentionBackend
-from quire.kernels.batch import PagedBatch
-from quire.kernels.state import StateBatch
-from quire.memory.pool import Pool
 from quire.models.forward import RunningForward
-from quire.models.hf import LoadedModel
 from quire.spec.ids import Ids
 from quire.upload import to_device
+
+if TYPE_CHECKING:
+    from quire.engine.device.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -62,21 +59,9 @@ def warm_ups(longest: int, most_rows: int, *, trees: bool) -> list[Pads]:
     return [*found, Pads([few, few], [long, few], branches=True)] if trees else found
 
 
-class Warmed(Protocol):
-    """What steps run on: the model and the pools."""
-
-    model: LoadedModel
-    pools: tuple[Pool, ...]
-    backend: AttentionBackend
-    tables: DevicePageTables
-
-    def padding(self, pads: Pads) -> Sequence[PagedBatch | StateBatch]:
-        """The batch of each group."""
-
-
 @torch.inference_mode()
-def warm_up(steps: Warmed, found: Sequence[Pads]) -> float:
-    """Compute these steps, with progress. Returns the seconds that it took."""
+def warm_up(steps: ModelRunner, found: Sequence[Pads]) -> None:
+    """Compute these steps, with progress."""
     began = said = time.perf_counter()
     device = steps.model.device
     steps.tables.apply(steps.tables.sent_again())
@@ -94,6 +79,4 @@ def warm_up(steps: Warmed, found: Sequence[Pads]) -> float:
             logger.info("warming up: %d of %d kinds of steps", number + 1, len(found))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    seconds = time.perf_counter() - began
-    logger.info("warmed up %d kinds of steps in %.1f s", len(found), seconds)
-    return seconds
+    logger.info("warmed up %d kinds of steps in %.1f s", len(found), time.perf_counter() - began)

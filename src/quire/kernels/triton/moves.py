@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.moves import HostEntries, Pieces
+from quire.kernels.moves import HostEntries, Moves, Pieces
 from quire.kernels.slots import Slots
 from quire.kernels.triton.numbers import device_of
 from quire.upload import to_device
@@ -100,8 +100,8 @@ def write_rows(layer, layer_row, targets, states, numbers, N: tl.constexpr):
     tl.store(layer + row * layer_row + at, given.to(layer.dtype.element_ty), mask=inside)
 
 
-class TritonMoves:
-    """Its methods are those of `Moves`. `swap_in` reads host memory, which is pinned, by its own addresses."""
+class TritonMoves(Moves):
+    """Moves in one launch each. `swap_in` reads host memory, which is pinned, by its own addresses."""
 
     def set_entries(self, tables: Tensor, changes: Tensor) -> None:
         assert tables.is_contiguous() and changes.is_contiguous()
