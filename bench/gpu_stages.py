@@ -423,6 +423,7 @@ def _attention_error(case: dict[str, Any], dtype: str, device: Any, backend: Any
     from quire.kernels.attention import paged_attention
     from quire.kernels.backend import AttentionBackend
     from quire.kernels.fields import KVFields, PagedField
+    from quire.kernels.terms import AttentionTerms
 
     heads, kv_heads, dim = 8, 2, 64
     news, contexts = case["news"], case["contexts"]
@@ -455,10 +456,12 @@ def _attention_error(case: dict[str, Any], dtype: str, device: Any, backend: Any
             query.to(narrow).to(kind).to(where),
             fields,
             batch,
-            scale=dim**-0.5,
-            window=case.get("window", 0),
-            softcap=case.get("softcap"),
-            sinks=None if sinks is None else sinks.to(where),
+            AttentionTerms(
+                scale=dim**-0.5,
+                window=case.get("window", 0),
+                softcap=case.get("softcap"),
+                sinks=None if sinks is None else sinks.to(where),
+            ),
         )
         outs.append(out.float().cpu())
     return float((outs[0] - outs[1]).abs().max())  # NaN if one is
@@ -496,6 +499,7 @@ def _format_error(kv_format: Any, device: Any, backend: Any) -> tuple[float, boo
     from quire.kernels.attention import paged_attention
     from quire.kernels.backend import AttentionBackend
     from quire.kernels.fields import KVFields, PagedField
+    from quire.kernels.terms import AttentionTerms
     from quire.spec.layers import formatted
 
     heads, kv_heads, dim = 8, 2, 128
@@ -515,7 +519,7 @@ def _format_error(kv_format: Any, device: Any, backend: Any) -> tuple[float, boo
             bits.append([each.cpu().view(torch.uint8) for each in frames])
         fields, own = KVFields(*made), batch.slots_on(where)
         query = torch.randn(len(own), heads, dim, generator=generator).to(where)
-        outs.append(paged_attention(query, fields, batch, scale=dim**-0.5).cpu())
+        outs.append(paged_attention(query, fields, batch, AttentionTerms(scale=dim**-0.5)).cpu())
     same = all(torch.equal(a, b) for at in (0, 1) for a, b in zip(bits[at], bits[at + 2], strict=True))
     return float((outs[0] - outs[1]).abs().max()), same
 
@@ -527,6 +531,7 @@ def _latent_errors(device: Any, backend: Any) -> tuple[float, float]:
     from quire.kernels.attention import attend_selected, paged_attention
     from quire.kernels.backend import AttentionBackend
     from quire.kernels.fields import LatentFields, PagedField
+    from quire.kernels.terms import AttentionTerms
 
     heads, widths = 16, (128, 32)
     outs = []
@@ -539,8 +544,10 @@ def _latent_errors(device: Any, backend: Any) -> tuple[float, float]:
         query = torch.randn(count, heads, sum(widths), generator=generator).to(where)
         slots = torch.randint(0, (most + 1) * 16, (count, 600), generator=generator)
         hidden = torch.rand(slots.shape, generator=generator) < 0.3
-        selected, _ = attend_selected(query, fields, slots.to(where), hidden.to(where), scale=0.1, backend=chosen)
-        outs.append((paged_attention(query, fields, batch, scale=0.1).cpu(), selected.cpu()))
+        selected, _ = attend_selected(
+            query, fields, slots.to(where), hidden.to(where), AttentionTerms(scale=0.1), chosen
+        )
+        outs.append((paged_attention(query, fields, batch, AttentionTerms(scale=0.1)).cpu(), selected.cpu()))
     latents, chosen_ones = (float((a - b).abs().max()) for a, b in zip(*outs, strict=True))
     return latents, chosen_ones
 
@@ -551,6 +558,7 @@ def _decode_time(sizes: Sizes, sequences: int, context: int, options: Options, b
 
     from quire.kernels.attention import paged_attention
     from quire.kernels.fields import KVFields, PagedField
+    from quire.kernels.terms import AttentionTerms
 
     dim, device, dtype = sizes.hidden // sizes.heads, torch.device(options.device), getattr(torch, options.dtype)
     batch, most = _paged([1] * sequences, [context] * sequences, backend)
@@ -562,7 +570,7 @@ def _decode_time(sizes: Sizes, sequences: int, context: int, options: Options, b
 
     def attend() -> None:
         for _ in range(calls):
-            paged_attention(query, fields, batch, scale=dim**-0.5)
+            paged_attention(query, fields, batch, AttentionTerms(scale=dim**-0.5))
 
     elapsed = milliseconds(attend, options.device, most_s=2.0) / calls
     return elapsed, 2 * sequences * context * sizes.kv_heads * dim * dtype.itemsize

@@ -25,6 +25,7 @@ from quire.kernels.attention import paged_attention
 from quire.kernels.backend import AttentionBackend, BackendWord
 from quire.kernels.batch import PagedBatch
 from quire.kernels.fields import KVFields, PagedField
+from quire.kernels.terms import AttentionTerms
 from quire.memory.host_pool import reserve, touch
 
 PAGE = 16
@@ -88,7 +89,7 @@ class Step:
 
     def attend(self, batch: PagedBatch) -> Tensor:
         """The output of a layer."""
-        return paged_attention(self.query, self.fields, batch, scale=self.case.dim**-0.5)
+        return paged_attention(self.query, self.fields, batch, AttentionTerms(scale=self.case.dim**-0.5))
 
 
 def best_of(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:

@@ -97,6 +97,7 @@ def layer_of(device: Any, dtype: Any, news: list[int], contexts: list[int], head
     from quire.kernels.backend import AttentionBackend
     from quire.kernels.batch import PagedBatch
     from quire.kernels.fields import KVFields
+    from quire.kernels.terms import AttentionTerms
     from quire.kernels.triton.attention import TritonAttention
     from quire.kernels.triton.write import write_rows
     from quire.memory.pool import Pool
@@ -126,7 +127,7 @@ def layer_of(device: Any, dtype: Any, news: list[int], contexts: list[int], head
             ordinal = forward.next_ordinal()
             fields = KVFields(forward.rows("k", ordinal)[0], forward.rows("v", ordinal)[0])
             fields.write(batch.slots_on(device), key, value)
-            paged_attention(query, fields, batch, scale=dim**-0.5)
+            paged_attention(query, fields, batch, AttentionTerms(scale=dim**-0.5))
 
     return step
 

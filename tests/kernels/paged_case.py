@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from quire.kernels.backend import AttentionBackend
 from quire.kernels.batch import PagedBatch
 from quire.kernels.fields import KVFields, PagedField
 from quire.kernels.native.library import native
+from quire.kernels.terms import AttentionTerms
 
 BACKEND = AttentionBackend()
 """Of all cases; `both_backends` sets it."""
@@ -139,12 +141,13 @@ class PagedCase:
     def _slots(table: np.ndarray, context: int, page_size: int) -> np.ndarray:
         return np.array([int(table[t // page_size]) * page_size + t % page_size for t in range(context)])
 
-    def attend(self, **options: object) -> Tensor:
+    def attend(self, window: int | None = 0, *, chunked: bool = False, **options: Any) -> Tensor:
         """The kernel's answer."""
         pools = (self.keys, self.values)
         reader = self.keys.device if self.records else None
         fields = KVFields(*(PagedField(pool, reader=reader) for pool in pools))
-        return paged_attention(self.query, fields, self.batch, **options)
+        terms = AttentionTerms(window=window or 0, chunked=chunked and bool(window), **options)
+        return paged_attention(self.query, fields, self.batch, terms)
 
     def expected(
         self,

@@ -16,6 +16,7 @@ from quire.kernels.attention import paged_attention
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.batch import PagedBatch
 from quire.kernels.fields import KVFields, PagedField
+from quire.kernels.terms import AttentionTerms
 from tests.kernels.paged_case import in_tree
 
 SMALL_TILES = {"MAX_SHARED_ROWS": 8, "WINDOW_ROWS": 8}
@@ -174,7 +175,9 @@ class Steps:
             parents=np.array(parents, dtype=np.int32) if any(sequence.tree for sequence, _ in present) else None,
         )
         fields = KVFields(*(PagedField(part) for part in self.pool))
-        return paged_attention(query, fields, batch, scale=0.3, window=self.window, chunked=self.chunked)
+        return paged_attention(
+            query, fields, batch, AttentionTerms(scale=0.3, window=self.window, chunked=self.chunked)
+        )
 
     def _expected(self, query: Tensor, sequence: Sequence, count: int) -> Tensor:
         """One softmax per row and head over all of the row's keys, in float64, from what was once written."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from quire.kernels.attention import paged_attention
 from quire.kernels.codec import encode
 from quire.kernels.fields import KVFields, PagedField
+from quire.kernels.terms import AttentionTerms
 from quire.models.forward import paged_field
 from quire.spec.kv_format import KV_FORMATS
 from tests.changes import KERNELS, unless_changed
@@ -120,11 +122,11 @@ def encoded_case(
     return case, *pools
 
 
-def attend(case: PagedCase, keys: PagedField, values: PagedField, new: tuple[Tensor, Tensor], **options: object):
+def attend(case: PagedCase, keys: PagedField, values: PagedField, new: tuple[Tensor, Tensor], **options: Any):
     """Attention after the step's own rows were written."""
     fields = KVFields(keys, values)
     fields.write(case.new, *new)
-    return paged_attention(case.query, fields, case.batch, scale=0.02, **options)
+    return paged_attention(case.query, fields, case.batch, AttentionTerms(scale=0.02, **options))
 
 
 @each_of("name", ENCODED)
@@ -188,7 +190,7 @@ def test_a_page_copied_without_its_scales_is_noticed(name):
 
 def _attend_in(pool, case: PagedCase) -> Tensor:
     fields = KVFields(paged_field(pool, "k", 0), paged_field(pool, "v", 0))
-    return paged_attention(case.query, fields, case.batch, scale=0.05)
+    return paged_attention(case.query, fields, case.batch, AttentionTerms(scale=0.05))
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ from quire.kernels.attention import attend_selected
 from quire.kernels.batch import PagedBatch
 from quire.kernels.fields import KVFields, PagedField
 from quire.kernels.page_bounds import PageBounds
+from quire.kernels.terms import AttentionTerms
 from tests.changes import KERNELS, slow_unless_changed
 from tests.covering import each_of
 from tests.kernels.bounds_case import check_bounds, limits_of
@@ -64,7 +65,7 @@ def test_rows_with_several_kv_heads_read_selected_tokens(
     slots = torch.stack([torch.randperm(20)[:6] for _ in range(3)])
     hidden = torch.tensor([[0, 0, 0, 0, 0, 0], [0, 1, 0, 0, 1, 1], [1, 1, 1, 1, 1, 0]], dtype=torch.bool)
     fields = KVFields(PagedField(key), PagedField(value))
-    out, lse = attend_selected(query, fields, slots, hidden, scale=0.3, softcap=softcap)
+    out, lse = attend_selected(query, fields, slots, hidden, AttentionTerms(scale=0.3, softcap=softcap))
     for row in range(3):
         seen = slots[row][~hidden[row]]
         for head in range(kv_heads * group):

@@ -13,6 +13,7 @@ from quire.kernels.attention import attend_selected, attend_tile, merge_attentio
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.batch import PagedBatch
 from quire.kernels.fields import LatentFields, PagedField
+from quire.kernels.terms import AttentionTerms
 from quire.kernels.tiles import SelectingRows, tiles_of
 
 HEADS, FIRST, SECOND = 3, 5, 3
@@ -89,7 +90,7 @@ def test_selected_tokens_equal_the_reference(word, count):
     index = torch.randint(0, 50, (3, 7))
     hidden = torch.rand(3, count, 7) < 0.5
     hidden[1, 0] = True
-    out, lse = attend_tile(query, tokens, index.flatten(), hidden, scale=0.4, backend=backend)
+    out, lse = attend_tile(query, tokens, index.flatten(), hidden, AttentionTerms(scale=0.4), backend)
     alone = word == "native" and count == 1
     assert backend.calls == {"native" if alone else "torch": 1}
     assert backend.fallbacks == ({"rows that read the same entries": 1} if word == "native" and count > 1 else {})
@@ -118,7 +119,7 @@ def test_rows_read_what_they_selected(word):
     for row in range(23):
         owner = 0 if row < 3 else 2
         assert slots[row].tolist() == [int(batch.frames[owner, p // 4]) * 4 + p % 4 for p in positions[row].tolist()]
-    out, _ = attend_selected(query, tokens, slots, hidden, scale=0.4, backend=AttentionBackend(word))
+    out, _ = attend_selected(query, tokens, slots, hidden, AttentionTerms(scale=0.4), AttentionBackend(word))
     for row in range(23):
         wanted, _ = slow(query[row], rows[slots[row][~hidden[row]]], 0.4)
         assert (out[row] - wanted).abs().max() < 1e-5
@@ -132,10 +133,10 @@ def test_parts_merge_to_one_attention(sinks, word):
     batch.backend = AttentionBackend(word)
     tokens, rows = pool_of(80, 4)
     query = torch.randn(24, HEADS, FIRST + SECOND)
-    window = paged_attention_lse(query, tokens, batch, scale=0.4, window=5)
+    window = paged_attention_lse(query, tokens, batch, AttentionTerms(scale=0.4, window=5))
     slots, hidden = torch.randint(0, 80, (24, 6)), torch.rand(24, 6) < 0.5
     hidden[::2] = True
-    chosen = attend_selected(query, tokens, slots, hidden, scale=0.4, backend=batch.backend)
+    chosen = attend_selected(query, tokens, slots, hidden, AttentionTerms(scale=0.4), batch.backend)
     merged = merge_attention([window, chosen], sinks)
     positions, owners = batch.positions(), np.repeat([0, 1, 2], [3, 1, 20])
     for row in range(24):

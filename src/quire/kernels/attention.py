@@ -15,53 +15,36 @@ from quire.kernels.backend import DEFAULT, AttentionBackend
 from quire.kernels.batch import PagedBatch
 from quire.kernels.fields import KVFields, KVReader, LatentFields, PagedField
 from quire.kernels.page_arrays import PageArrays
+from quire.kernels.terms import AttentionTerms
 
 
-def paged_attention(
-    query: Tensor,
-    reader: KVReader,
-    batch: PagedBatch,
-    *,
-    scale: float,
-    window: int | None = 0,
-    chunked: bool = False,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def paged_attention(query: Tensor, reader: KVReader, batch: PagedBatch, terms: AttentionTerms) -> Tensor:
     """Attention output `[T, heads, value_dim]` of every row over the tokens of `reader`, in the dtype of `query`.
 
-    `query` is `[T, heads, key_dim]`; the step's own tokens are written. A row at position p reads keys `p - window < k
-    <= p`; `chunked`, those of its own chunk of `window` tokens up to p. `sinks` `[heads]` are logits of an extra key
-    without value.
+    `query` is `[T, heads, key_dim]`; the step's own tokens are written.
     """
-    window = window or 0
-    chunked = chunked and window > 0
-    if chunked:
+    if terms.chunked:
         batch.refuse_trees("chunked attention")
     kernel = batch.backend.kernel(query, reader)
     if kernel is not None:
-        out, _ = kernel.pages(
-            *_paged(query, reader, batch), scale=scale, window=window, chunked=chunked, softcap=softcap, sinks=sinks
-        )
-        return out
-    out, lse = reference.attend_pages(
-        query, reader, batch, scale=scale, window=window, chunked=chunked, softcap=softcap
-    )
-    if sinks is not None:
-        out = out * torch.sigmoid(lse - sinks.float()).unsqueeze(-1)
+        return kernel.pages(*_paged(query, reader, batch), terms)[0]
+    out, lse = reference.attend_pages(query, reader, batch, terms)
+    if terms.sinks is not None:
+        out = out * torch.sigmoid(lse - terms.sinks.float()).unsqueeze(-1)
     return out.to(query.dtype)
 
 
 def paged_attention_lse(
-    query: Tensor, reader: KVReader, batch: PagedBatch, *, scale: float, window: int | None = 0
+    query: Tensor, reader: KVReader, batch: PagedBatch, terms: AttentionTerms
 ) -> tuple[Tensor, Tensor]:
-    """`paged_attention` to be merged with more: float32 output `[T, heads, value_dim]` and log-sum-exp `[T, heads]`."""
+    """`paged_attention` without sinks, to be merged with more: float32 output `[T, heads, value_dim]` and log-sum-exp
+    `[T, heads]`."""
     kernel = batch.backend.kernel(query, reader)
-    if kernel is not None:
-        out, lse = kernel.pages(*_paged(query, reader, batch), scale=scale, window=window or 0, keep_lse=True)
-        assert lse is not None
-        return out, lse
-    return reference.attend_pages(query, reader, batch, scale=scale, window=window or 0)
+    if kernel is None:
+        return reference.attend_pages(query, reader, batch, terms)
+    out, lse = kernel.pages(*_paged(query, reader, batch), terms, keep_lse=True)
+    assert lse is not None
+    return out, lse
 
 
 _Paged = tuple[Tensor, Sequence[PagedField | None], PageArrays]
@@ -79,24 +62,23 @@ def attend_tile(
     reader: KVReader,
     index: Tensor,
     hidden: Tensor,
-    *,
-    scale: float,
-    softcap: float | None = None,
+    terms: AttentionTerms,
     backend: AttentionBackend = DEFAULT,
 ) -> tuple[Tensor, Tensor]:
     """Attention of groups of rows over tokens of their own: output and log-sum-exp. Several rows have one KV head.
 
     The rows of group g, `query[g]` of `query` `[groups, rows, heads, dim]`, read the tokens in the g-th equal part of
-    the slots `index`, int64, except those in `hidden` `[groups, rows, tokens]`. Returns float32 `[groups, rows, heads,
-    value_dim]` and `[groups, rows, heads]`; a row that sees no token gives zeros and -inf.
+    the slots `index`, int64, except those in `hidden` `[groups, rows, tokens]`; of `terms`, scale and softcap count.
+    Returns float32 `[groups, rows, heads, value_dim]` and `[groups, rows, heads]`; a row that sees no token gives zeros
+    and -inf.
     """
     groups, rows = query.shape[:2]
     kernel = backend.kernel(query, reader, refused="rows that read the same entries" if rows > 1 else "")
     if kernel is None:
-        return reference.attend_selected(query, reader, index, hidden, scale=scale, softcap=softcap)
+        return reference.attend_selected(query, reader, index, hidden, terms)
     assert isinstance(reader, KVFields | LatentFields)
     own = query[:, 0] if query.stride(3) == 1 else query[:, 0].contiguous()
-    out, lse = kernel.selected(own, reader.parts(), index.view(groups, -1), hidden[:, 0], scale=scale, softcap=softcap)
+    out, lse = kernel.selected(own, reader.parts(), index.view(groups, -1), hidden[:, 0], terms)
     return out.unsqueeze(1), lse.unsqueeze(1)
 
 
@@ -105,24 +87,21 @@ def attend_selected(
     reader: KVReader,
     slots: Tensor,
     hidden: Tensor,
-    *,
-    scale: float,
-    softcap: float | None = None,
+    terms: AttentionTerms,
     backend: AttentionBackend = DEFAULT,
 ) -> tuple[Tensor, Tensor]:
     """`attend_tile` if every row has tokens of its own: row i of `query` `[T, heads, dim]` reads `slots[i]`.
 
     `slots` int64 and `hidden` are `[T, n]`. Returns float32 `[T, heads, value_dim]` and `[T, heads]`.
     """
-    query, hidden = query.unsqueeze(1), hidden.unsqueeze(1)
-    out, lse = attend_tile(query, reader, slots.flatten(), hidden, scale=scale, softcap=softcap, backend=backend)
+    out, lse = attend_tile(query.unsqueeze(1), reader, slots.flatten(), hidden.unsqueeze(1), terms, backend)
     return out[:, 0], lse[:, 0]
 
 
 def merge_attention(parts: Sequence[tuple[Tensor, Tensor]], sinks: Tensor | None) -> Tensor:
     """Merges float32 outputs `[..., heads, dim]` over different keys, by their log-sum-exps `[..., heads]`.
 
-    `sinks` `[heads]` as in `paged_attention`. Each row must have seen a key in some part.
+    `sinks` `[heads]` as in `AttentionTerms`. Each row must have seen a key in some part.
     """
     scores = torch.stack([lse for _, lse in parts])
     total = torch.logsumexp(scores, dim=0)

@@ -29,6 +29,7 @@ from quire.kernels.moves import TORCH, Moves
 from quire.kernels.native.attention import FORMATS, NativeAttention
 from quire.kernels.native.library import native
 from quire.kernels.page_arrays import PageArrays
+from quire.kernels.terms import AttentionTerms
 from quire.spec.kv_format import KVFormat
 
 _CPU = torch.device("cpu")
@@ -66,25 +67,14 @@ class AttentionKernel(Protocol):
         query: Tensor,
         parts: Sequence[PagedField | None],
         arrays: PageArrays,
+        terms: AttentionTerms,
         *,
-        scale: float,
-        window: int = 0,
-        chunked: bool = False,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
         keep_lse: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """`paged_attention` of `query` `[T, heads, key_dim]`; float32 with the log-sum-exp `[T, heads]` if kept."""
+        """`paged_attention` of `query` `[T, heads, key_dim]`; `paged_attention_lse` with `keep_lse`."""
 
     def selected(
-        self,
-        query: Tensor,
-        parts: Sequence[PagedField | None],
-        slots: Tensor,
-        hidden: Tensor,
-        *,
-        scale: float,
-        softcap: float | None,
+        self, query: Tensor, parts: Sequence[PagedField | None], slots: Tensor, hidden: Tensor, terms: AttentionTerms
     ) -> tuple[Tensor, Tensor]:
         """`attend_selected`."""
 

@@ -15,6 +15,7 @@ from quire.kernels.attention import attend_selected, merge_attention, paged_atte
 from quire.kernels.batch import PagedBatch
 from quire.kernels.fields import KVFields
 from quire.kernels.page_bounds import PageBounds
+from quire.kernels.terms import AttentionTerms
 from quire.models.forward import Forward, ProbingForward, RecordingForward, RunningForward, current_forward
 from quire.models.indexers import split_decoding
 from quire.spec.layers import AttentionCall
@@ -27,14 +28,9 @@ OWN_ATTENTION = "attention_on_pools"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CallOptions:
-    """The options of one call. `window` w: a row at p reads keys `p - w < k <= p`, or those of its chunk of w."""
+class CallOptions(AttentionTerms):
+    """The terms of one call, and `others` that its module gave."""
 
-    scale: float
-    window: int = 0
-    chunked: bool = False
-    softcap: float | None = None
-    sinks: Tensor | None = None
     others: Mapping[str, Any]
 
 
@@ -123,8 +119,7 @@ def _attend_pages(
         hot.write(hisparse.newest(part), key[at], value[at])
         positions = page_bounds.select(query[at], own[1], hisparse.top_k // part.page_size, options.scale)
         swapped = hisparse.swap_in(ordinal, part, positions.int().cpu().numpy())
-        chosen = (hot, swapped.slots, swapped.hidden)
-        found = attend_selected(query[at], *chosen, scale=options.scale, softcap=options.softcap, backend=part.backend)
+        found = attend_selected(query[at], hot, swapped.slots, swapped.hidden, options, part.backend)
         out[at] = merge_attention([found], options.sinks).to(query.dtype)
     if others is not None:
         at, part = others
@@ -145,16 +140,7 @@ class KeptKeys:
         """Output `[T, heads, value_dim]` of `query` `[T, heads, dim]`; zeros in a dry run."""
         if self.fields is None or self.batch is None:
             return query.new_zeros(*query.shape[:2], self.value_dim)
-        return paged_attention(
-            query,
-            self.fields,
-            self.batch,
-            scale=options.scale,
-            window=options.window,
-            chunked=options.chunked,
-            softcap=options.softcap,
-            sinks=options.sinks,
-        )
+        return paged_attention(query, self.fields, self.batch, options)
 
 
 def keep(forward: Forward, key: Tensor, value: Tensor, options: CallOptions, *, index_dim: int = 0) -> KeptKeys:

@@ -68,8 +68,7 @@ class _BlockAttention:
             positions = chosen * size + torch.arange(size, device=device).repeat(blocks.shape[2])
             hidden = (chosen < 0) | (positions > last)
             slots = rows.slots_of(positions.masked_fill(hidden, 0))
-            fields, backend = kept.fields.head(head), kept.batch.backend
-            out, _ = attend_selected(part, fields, slots, hidden, scale=options.scale, backend=backend)
+            out, _ = attend_selected(part, kept.fields.head(head), slots, hidden, options, kept.batch.backend)
             outs.append(out)
         return torch.cat(outs, dim=1).to(query.dtype)
 

@@ -9,6 +9,7 @@ the same way and selects entries by them; without one, all entries are read.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -76,7 +77,7 @@ class _CompressedAttention:
         call, ordinal = self._call, forward.next_ordinal()
         fields, batch = forward.latents(ordinal)
         fields.write(batch.places_on(query.device), *_split(key[:, 0], call))
-        parts = [paged_attention_lse(query, fields, batch, scale=options.scale, window=call.window)]
+        parts = [paged_attention_lse(query, fields, batch, replace(options, window=call.window))]
         if call.ratio:
             parts.append(self._attend_entries(forward, ordinal, query, options))
         return merge_attention(parts, options.sinks).to(query.dtype)
@@ -91,16 +92,13 @@ class _CompressedAttention:
         lse = torch.full(query.shape[:2], float("-inf"), device=device)
         tiles, selecting = batch.derived(("entries", self._call.ratio, self._most), partial(self._split, device))
         for tile in tiles:
-            out[tile.rows], lse[tile.rows] = attend_tile(
-                query[tile.rows], fields, tile.slots, ~tile.visible, scale=options.scale, backend=batch.backend
-            )
+            found = attend_tile(query[tile.rows], fields, tile.slots, ~tile.visible, options, batch.backend)
+            out[tile.rows], lse[tile.rows] = found
         if selecting is not None:
             rows = selecting.rows
             entries: Tensor = forward.shared[_SELECTION][rows]
             slots = selecting.slots_of(entries.clamp_min(0))
-            out[rows], lse[rows] = attend_selected(
-                query[rows], fields, slots, entries < 0, scale=options.scale, backend=batch.backend
-            )
+            out[rows], lse[rows] = attend_selected(query[rows], fields, slots, entries < 0, options, batch.backend)
         return out, lse
 
     def _split(self, device: torch.device, batch: PagedBatch) -> tuple[list[Tile], SelectingRows | None]:

@@ -93,10 +93,10 @@ class LatentAttention:
             own = query[at]
             if expanded:
                 reader = _ExpandedLatents(self, fields)
-                out[at] = paged_attention(own, reader, part, scale=options.scale, sinks=options.sinks)
+                out[at] = paged_attention(own, reader, part, options)
             else:
                 own = self.absorb(own)
-                out[at] = self.release(paged_attention(own, fields, part, scale=options.scale, sinks=options.sinks))
+                out[at] = self.release(paged_attention(own, fields, part, options))
         return out
 
     def _parts(self, batch: PagedBatch, device: torch.device) -> list[tuple[Tensor, PagedBatch, bool]]:

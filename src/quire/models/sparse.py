@@ -95,7 +95,7 @@ class _SparseAttention:
     ) -> Tensor:
         """Attention over `slots` `[rows, n]` of `fields`, those of each row."""
         absorbed = self._latent.absorb(query)
-        found = attend_selected(absorbed, fields, slots, hidden, scale=options.scale, backend=batch.backend)
+        found = attend_selected(absorbed, fields, slots, hidden, options, batch.backend)
         return self._latent.release(merge_attention([found], options.sinks).to(query.dtype))
 
     def _positions(self, selected: Tensor, batch: PagedBatch) -> npt.NDArray[np.int32]:

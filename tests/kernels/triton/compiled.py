@@ -26,6 +26,7 @@ from bench.kernels.launches import SilentDriver
 from quire.kernels.batch import PagedBatch
 from quire.kernels.fields import KVFields, LatentFields, PagedField
 from quire.kernels.moves import HostEntries, Pieces
+from quire.kernels.terms import AttentionTerms
 from quire.kernels.triton import attention, moves, write
 from quire.kernels.triton.launch import Launch
 from quire.spec.group import ReachSpec
@@ -121,10 +122,10 @@ def compile_config(config: Config, found: Callable[[str, Any, dict[str, Any]], N
     key = fields.parts()[0]
     new = torch.zeros(101, kv_heads, first, dtype=config.dtype)
     write.write_rows(key, torch.from_numpy(batch.slots).long(), new[:, 0] if config.latents else new)
-    kernel.pages(query, fields.parts(), batch.arrays, scale=0.1, softcap=config.softcap, sinks=sinks)
+    kernel.pages(query, fields.parts(), batch.arrays, AttentionTerms(scale=0.1, softcap=config.softcap, sinks=sinks))
     if config.latents:
         slots = torch.zeros(101, 2048, dtype=torch.int64)
-        kernel.selected(query, fields.parts(), slots, slots > 0, scale=0.1, softcap=None)
+        kernel.selected(query, fields.parts(), slots, slots > 0, AttentionTerms(scale=0.1))
 
 
 def compile_moves(found: Callable[[str, Any, dict[str, Any]], None]) -> None:
@@ -164,7 +165,7 @@ def compile_steps(found: Callable[[str, Any, dict[str, Any]], None]) -> None:
     for count in (1, 3, 40, 130, 300):
         slots = torch.zeros(count, 2048, dtype=torch.int64)
         query = torch.zeros(count, 16, 80, dtype=config.dtype)
-        kernel.selected(query, fields.parts(), slots, slots > 0, scale=0.1, softcap=None)
+        kernel.selected(query, fields.parts(), slots, slots > 0, AttentionTerms(scale=0.1))
     names = ("swap_in_entries", "read_rows", "write_rows")
     real = {name: getattr(moves, name) for name in names}
     try:
@@ -226,9 +227,10 @@ def check_kinds() -> Iterator[tuple[str, bool, bool]]:
             for field in fields:
                 write.write_rows(field, torch.from_numpy(batch.slots).long(), new)
             for given in (None, sinks[:8], sinks[1:]):
-                made.pages(query, both, batch.arrays, scale=0.1, sinks=given, keep_lse=given is None)
+                terms = AttentionTerms(scale=0.1, sinks=given)
+                made.pages(query, both, batch.arrays, terms, keep_lse=given is None)
             slots = torch.zeros(sum(news), 512 + 64 * (head == 64) + row % 2, dtype=torch.int64)
-            made.selected(query, both, slots, slots > 0, scale=0.1, softcap=None)
+            made.selected(query, both, slots, slots > 0, AttentionTerms(scale=0.1))
     yield from lines
 
 

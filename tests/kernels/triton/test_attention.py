@@ -10,6 +10,7 @@ from quire.kernels.attention import attend_selected, paged_attention, paged_atte
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.fields import KVFields, LatentFields, PagedField
 from quire.kernels.page_arrays import shared_runs
+from quire.kernels.terms import AttentionTerms
 from tests.changes import KERNELS, unless_changed
 from tests.covering import covering, few
 from tests.kernels.paged_case import PagedCase, Shape
@@ -92,9 +93,9 @@ def test_formats_are_decoded_as_torch_does(name):
     _, value = fields.gather(case.new, torch.float32)
     for window in (0, 9):
         case.batch.backend = triton_backend(10)
-        found = paged_attention(case.query, fields, case.batch, scale=0.05, window=window)
+        found = paged_attention(case.query, fields, case.batch, AttentionTerms(scale=0.05, window=window))
         case.batch.backend = AttentionBackend("torch")
-        wanted = paged_attention(case.query, fields, case.batch, scale=0.05, window=window)
+        wanted = paged_attention(case.query, fields, case.batch, AttentionTerms(scale=0.05, window=window))
         assert (found - wanted).abs().max() < 2e-6 * float(value.abs().max())
 
 
@@ -165,7 +166,7 @@ def test_selected_tokens(programs):
     hidden[3], hidden[4, 256:] = True, True
     slots[:, 0], hidden[:, 0] = 49, True
     tokens._latents.stored[0].view(-1, tokens._latents.stored[0].shape[-1])[49] = torch.nan
-    out, lse = attend_selected(query, tokens, slots, hidden, scale=0.4, backend=triton_backend(programs))
+    out, lse = attend_selected(query, tokens, slots, hidden, AttentionTerms(scale=0.4), triton_backend(programs))
     for row in range(5):
         if row == 3:
             assert not out[row].any()
@@ -182,7 +183,7 @@ def test_the_log_sum_exp_of_pages():
     found = []
     for backend in (triton_backend(50), AttentionBackend("torch")):
         case.batch.backend = backend
-        found.append(paged_attention_lse(case.query, fields, case.batch, scale=0.3, window=30))
+        found.append(paged_attention_lse(case.query, fields, case.batch, AttentionTerms(scale=0.3, window=30)))
     for mine, theirs in zip(*found, strict=True):
         assert (mine - theirs).abs().max() < 2e-6
 

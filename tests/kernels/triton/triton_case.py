@@ -14,6 +14,7 @@ from quire.kernels.attention import paged_attention, paged_attention_lse
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.batch import PagedBatch
 from quire.kernels.fields import KVFields, LatentFields, PagedField
+from quire.kernels.terms import AttentionTerms
 from quire.models.forward import paged_field
 from tests.kernels.paged_case import PagedCase, Shape
 from tests.kernels.stored_case import pool_of
@@ -93,11 +94,11 @@ def latent_case(rank: int = 24, rope: int = 8, heads: int = 5) -> tuple[LatentFi
 def check_latents(programs: int, window: int = 0) -> None:
     """Output and log-sum-exp over latents, against torch's operators."""
     fields, batch, query = latent_case()
-    found = []
+    found, terms = [], AttentionTerms(scale=0.2, window=window)
     for backend in (triton_backend(programs), AttentionBackend("torch")):
         batch.backend = backend
-        out = paged_attention(query, fields, batch, scale=0.2, window=window)
-        found.append((out, *paged_attention_lse(query, fields, batch, scale=0.2, window=window)))
+        out = paged_attention(query, fields, batch, terms)
+        found.append((out, *paged_attention_lse(query, fields, batch, terms)))
     for mine, theirs in zip(*found, strict=True):
         assert mine.shape == theirs.shape
         assert (mine - theirs).abs().max() < 2 * CLOSE

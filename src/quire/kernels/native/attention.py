@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quire.kernels.fields import PagedField
 from quire.kernels.page_arrays import PageArrays
+from quire.kernels.terms import AttentionTerms
 from quire.spec.kv_format import KVFormat
 from quire.spec.layout import DType
 
@@ -55,48 +56,38 @@ class NativeAttention:
         query: Tensor,
         parts: Sequence[PagedField | None],
         arrays: PageArrays,
+        terms: AttentionTerms,
         *,
-        scale: float,
-        window: int = 0,
-        chunked: bool = False,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
         keep_lse: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         starts, contexts, frames = _int32(arrays.starts), _int32(arrays.contexts), _int32(arrays.frames)
         parents = None if arrays.parents is None else _int32(arrays.parents)
-        call = self._call(query, parts, scale, softcap)
+        call = self._call(query, parts, terms)
         call.starts, call.contexts, call.frames = starts.ctypes.data, contexts.ctypes.data, frames.ctypes.data
         call.parents = None if parents is None else parents.ctypes.data
         call.frame_row, call.sequences, call.rows = frames.shape[1], len(contexts), int(starts[-1])
-        call.window, call.chunked = window, chunked
+        call.window, call.chunked = terms.window, terms.chunked
         assert call.page_size == arrays.page_size, "frames have an entry for each token"
-        wide = None if sinks is None else sinks.float().contiguous()
+        wide = None if terms.sinks is None or keep_lse else terms.sinks.float().contiguous()
         call.sinks = None if wide is None else wide.data_ptr()
         return self._run(call, query, keep_lse=keep_lse)
 
     def selected(
-        self,
-        query: Tensor,
-        parts: Sequence[PagedField | None],
-        slots: Tensor,
-        hidden: Tensor,
-        *,
-        scale: float,
-        softcap: float | None,
+        self, query: Tensor, parts: Sequence[PagedField | None], slots: Tensor, hidden: Tensor, terms: AttentionTerms
     ) -> tuple[Tensor, Tensor]:
         slots, hidden = slots.contiguous(), hidden.contiguous()
-        call = self._call(query, parts, scale, softcap)
+        call = self._call(query, parts, terms)
         call.slots, call.hidden, call.selected = slots.data_ptr(), hidden.data_ptr(), slots.shape[1]
         call.rows = len(slots)
         out, lse = self._run(call, query, keep_lse=True)
         assert lse is not None
         return out, lse
 
-    def _call(self, query: Tensor, parts: Sequence[PagedField | None], scale: float, softcap: float | None) -> _Call:
+    def _call(self, query: Tensor, parts: Sequence[PagedField | None], terms: AttentionTerms) -> _Call:
         key, tail, value = parts
         assert key is not None
-        call = _Call(query=query.data_ptr(), query_format=FORMATS[query.dtype], scale=scale, softcap=softcap or 0)
+        call = _Call(query=query.data_ptr(), query_format=FORMATS[query.dtype])
+        call.scale, call.softcap = terms.scale, terms.softcap or 0
         call.query_row, call.query_head = (stride * query.element_size() for stride in query.stride()[:2])
         call.key, call.page_size, call.kv_heads = _field(key)
         if tail is not None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire.kernels.fields import PagedField
 from quire.kernels.page_arrays import PageArrays
+from quire.kernels.terms import AttentionTerms
 from quire.kernels.triton.attend import attend_tasks, merge_parts
 from quire.kernels.triton.launch import Launch, hint, is_aligned
 from quire.kernels.triton.numbers import device_of, stored_field
@@ -71,23 +72,20 @@ class TritonAttention:
         query: Tensor,
         parts: Sequence[PagedField | None],
         arrays: PageArrays,
+        terms: AttentionTerms,
         *,
-        scale: float,
-        window: int = 0,
-        chunked: bool = False,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
         keep_lse: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        prepared = self._prepared(query, parts, scale, softcap, trees=arrays.parents is not None)
-        device, blocks = query.device, prepared.blocks
+        prepared = self._prepared(query, parts, terms, trees=arrays.parents is not None)
+        # Alone: what is derived is kept for later steps, and would keep sinks.
+        device, blocks, window, chunked = query.device, prepared.blocks, terms.window, terms.chunked
         plan = arrays.derived(
             (TritonAttention, window, chunked, blocks, device),
             lambda arrays: plan_tasks(arrays, window, blocks, device, chunked=chunked),
         )
         table, row = _table_of(arrays, device)
         scratch = plan.scratch(prepared.heads, prepared.width, device)
-        call = prepared.call(query, scratch, sinks, keep_lse=keep_lse)
+        call = prepared.call(query, scratch, None if keep_lse else terms.sinks, keep_lse=keep_lse)
         if plan.num_rows < len(query):
             call.out[plan.num_rows :].zero_()
         with device_of(query):
@@ -100,18 +98,11 @@ class TritonAttention:
         return call.out, call.lse
 
     def selected(
-        self,
-        query: Tensor,
-        parts: Sequence[PagedField | None],
-        slots: Tensor,
-        hidden: Tensor,
-        *,
-        scale: float,
-        softcap: float | None,
+        self, query: Tensor, parts: Sequence[PagedField | None], slots: Tensor, hidden: Tensor, terms: AttentionTerms
     ) -> tuple[Tensor, Tensor]:
         slots = slots.masked_fill(hidden, -1)
         rows, selected = slots.shape
-        prepared = self._prepared(query, parts, scale, softcap, trees=False)
+        prepared = self._prepared(query, parts, terms, trees=False)
         wanted = max(1, self._programs // max(1, rows * prepared.programs))
         size = max(MIN_PIECE, triton.cdiv(triton.cdiv(selected, wanted), KEYS) * KEYS)
         num_parts = max(1, triton.cdiv(selected, size))
@@ -126,15 +117,15 @@ class TritonAttention:
         return call.out, call.lse
 
     def _prepared(
-        self, query: Tensor, parts: Sequence[PagedField | None], scale: float, softcap: float | None, *, trees: bool
+        self, query: Tensor, parts: Sequence[PagedField | None], terms: AttentionTerms, *, trees: bool
     ) -> PreparedAttention:
         """Kept with the field of keys: a layer has its own."""
         key, tail, value = parts
         assert key is not None
-        name = (self, query.dtype, query.shape[1:], scale, softcap, trees, tail, value)
+        name = (self, query.dtype, query.shape[1:], terms.scale, terms.softcap, trees, tail, value)
         found: PreparedAttention | None = key.kept.get(name)
         if found is None:
-            found = key.kept[name] = PreparedAttention(query, parts, scale, softcap, self._programs, trees=trees)
+            found = key.kept[name] = PreparedAttention(query, parts, terms, self._programs, trees=trees)
         return found
 
 
@@ -163,14 +154,7 @@ class PreparedAttention:
     what Triton has compiled for them. `busy` programs keep the device busy."""
 
     def __init__(
-        self,
-        query: Tensor,
-        parts: Sequence[PagedField | None],
-        scale: float,
-        softcap: float | None,
-        busy: int,
-        *,
-        trees: bool,
+        self, query: Tensor, parts: Sequence[PagedField | None], terms: AttentionTerms, busy: int, *, trees: bool
     ) -> None:
         key, tail, value = (None if part is None else stored_field(part) for part in parts)
         assert key is not None
@@ -189,9 +173,9 @@ class PreparedAttention:
         self.programs = self.kv_heads * -(-self.group // self.lanes)
         most_parts = PARTS_BYTES // (4 * self.heads * (self.width + 1))
         self.blocks = Blocks(self.rows_of(self.small), self.rows_of(self.large), self.programs, busy, most_parts)
-        self.scale, self.softcap = scale, softcap or 0.0
-        self._numbers = (scale, softcap or 1.0, self.heads)
-        self._constants = {"GROUP": self.group, "LANES": self.lanes, "SOFTCAP": bool(softcap)}
+        self.scale, self.softcap = terms.scale, terms.softcap or 0.0
+        self._numbers = (terms.scale, terms.softcap or 1.0, self.heads)
+        self._constants = {"GROUP": self.group, "LANES": self.lanes, "SOFTCAP": bool(terms.softcap)}
         self._fields: tuple[Any, ...] = ()
         for name, field in (("KEY", key), ("TAIL", tail), ("VALUE", value)):
             self._fields += (field or key).arguments
