@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.kernels import reference
 from quire.kernels.backend import DEFAULT, AttentionBackend
 from quire.kernels.batch import PagedBatch
-from quire.kernels.fields import KVFields, KVReader, LatentFields, PagedField
+from quire.kernels.fields import KVFields, KVReader, PagedField
 from quire.kernels.page_arrays import PageArrays
 from quire.kernels.terms import AttentionTerms
 
@@ -52,7 +52,7 @@ _Paged = tuple[Tensor, Sequence[PagedField | None], PageArrays]
 
 def _paged(query: Tensor, reader: KVReader, batch: PagedBatch) -> _Paged:
     """The arguments of a kernel that reads pages itself."""
-    assert isinstance(reader, KVFields | LatentFields)
+    assert isinstance(reader, KVFields)
     query = query if query.stride(2) == 1 else query.contiguous()
     return query, reader.parts(), batch.arrays
 
@@ -76,7 +76,7 @@ def attend_tile(
     kernel = backend.kernel(query, reader, refused="rows that read the same entries" if rows > 1 else "")
     if kernel is None:
         return reference.attend_selected(query, reader, index, hidden, terms)
-    assert isinstance(reader, KVFields | LatentFields)
+    assert isinstance(reader, KVFields)
     own = query[:, 0] if query.stride(3) == 1 else query[:, 0].contiguous()
     out, lse = kernel.selected(own, reader.parts(), index.view(groups, -1), hidden[:, 0], terms)
     return out.unsqueeze(1), lse.unsqueeze(1)

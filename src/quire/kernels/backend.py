@@ -24,7 +24,7 @@ from torch import Tensor
 
 from quire.counters import counter, gauge
 from quire.errors import InvalidInput
-from quire.kernels.fields import KVFields, KVReader, LatentFields, PagedField, Writer
+from quire.kernels.fields import KVFields, KVReader, PagedField, Writer
 from quire.kernels.moves import TORCH, Moves
 from quire.kernels.native.attention import FORMATS, NativeAttention
 from quire.kernels.native.library import native
@@ -166,7 +166,7 @@ class AttentionBackend:
             return "device"
         if self._kernel is None:
             return "no library"
-        if not isinstance(reader, KVFields | LatentFields):
+        if not isinstance(reader, KVFields):
             return "expanded latents"
         if self._word == "native":
             return "" if query.dtype in FORMATS else "dtype"

@@ -216,56 +216,46 @@ class KVReader(Protocol):
 class KVFields:
     """A field of keys and a field of values. Its methods are those of `KVReader`."""
 
-    __slots__ = ("_keys", "_values")
+    __slots__ = ("_first", "_second")
 
-    def __init__(self, keys: PagedField, values: PagedField) -> None:
-        self._keys = keys
-        self._values = values
+    def __init__(self, first: PagedField, second: PagedField) -> None:
+        self._first = first
+        self._second = second
 
     def head(self, number: int) -> KVFields:
         """One of several KV heads."""
-        return KVFields(self._keys.head(number), self._values.head(number))
+        return KVFields(self._first.head(number), self._second.head(number))
 
     def parts(self) -> tuple[PagedField, PagedField | None, PagedField | None]:
-        """The field of keys, None for the rest of a key, and the field of values."""
-        return self._keys, None, self._values
+        """The field of keys, that of the rest of a key, and that of values; without one, the value is the key."""
+        return self._first, None, self._second
 
-    def write(self, slots: Tensor | SlotIndex, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new keys and values; returns them as a reader sees them."""
+    def write(self, slots: Tensor | SlotIndex, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new rows of both fields, `[T, *shape]` each; returns them as a reader sees them."""
         slots = slots if isinstance(slots, SlotIndex) else SlotIndex(slots)
-        return self._keys.write(slots, key), self._values.write(slots, value)
+        return self._first.write(slots, first), self._second.write(slots, second)
 
     def gather(self, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return self._keys.gather(index, dtype, "key"), self._values.gather(index, dtype, "value")
+        return self._first.gather(index, dtype, "key"), self._second.gather(index, dtype, "value")
 
 
-class LatentFields:
-    """Latents and rotary keys, side by side as one head: both are the key and the value, `[n, 1, rank + rope_dim]`.
+class LatentFields(KVFields):
+    """A field of latents and a field of rotary keys, side by side as one head: both are the key and the value,
+    `[n, 1, rank + rope_dim]`.
 
     The value needs the latents alone, so the rest of an output is cut off. That costs less than a second read, and
-    fused kernels need equal widths. Its methods are those of `KVReader`; rows are copies in scratch memory.
+    fused kernels need equal widths. Rows are copies in scratch memory.
     """
 
-    __slots__ = ("_latents", "_ropes")
-
-    def __init__(self, latents: PagedField, ropes: PagedField) -> None:
-        self._latents = latents
-        self._ropes = ropes
+    __slots__ = ()
 
     def parts(self) -> tuple[PagedField, PagedField | None, PagedField | None]:
-        """The two fields of a key, and None: the value is the key."""
-        return self._latents, self._ropes, None
-
-    def write(self, slots: Tensor | SlotIndex, latent: Tensor, rope: Tensor) -> None:
-        """Store rows `[T, rank]` and `[T, rope_dim]`."""
-        self._latents.write(slots, latent)
-        self._ropes.write(slots, rope)
+        return self._first, self._second, None
 
     def gather(self, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return _joined(self._latents.gather(index, dtype, "latent"), self._ropes.gather(index, dtype, "rope"))
-
-
-def _joined(latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
-    joined = _workspace.take("joined", latent.dtype, latent.device, latent.shape[0], latent.shape[1] + rope.shape[1])
-    row = torch.cat((latent, rope), dim=-1, out=joined).unsqueeze(1)
-    return row, row
+        latent, rope = self._first.gather(index, dtype, "latent"), self._second.gather(index, dtype, "rope")
+        shape = len(latent), latent.shape[1] + rope.shape[1]
+        row = torch.cat((latent, rope), dim=-1, out=_workspace.take("joined", dtype, latent.device, *shape)).unsqueeze(
+            1
+        )
+        return row, row

@@ -37,9 +37,7 @@ class Tokenizer:
         self.name = name
         self.vocab_size = max(tokenizer.get_vocab().values(), default=-1) + 1  # ids may have holes
         self._tokenizer = tokenizer
-        self._longest: int | None = None
         self._response_template = _response_template(tokenizer, response_template)
-        self._shows_tools: bool | None = None
         self._token_texts: dict[bool | str, TokenTexts | None] = {}  # key: `skip_special_tokens`
 
     @property
@@ -53,15 +51,13 @@ class Tokenizer:
         """Whether `apply_chat_template` works."""
         return bool(self._tokenizer.chat_template)
 
-    @property
+    @cached_property
     def longest_token(self) -> int:
         """Characters of a text that one token stands for, at most. What normalises a text may join some of them."""
-        if self._longest is None:
-            longest = max(map(len, self._tokenizer.get_vocab()), default=1)
-            backend = getattr(self._tokenizer, "backend_tokenizer", None)
-            is_plain = backend is not None and backend.normalizer is None
-            self._longest = longest if is_plain else _MOST_JOINED * longest
-        return self._longest
+        longest = max(map(len, self._tokenizer.get_vocab()), default=1)
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        is_plain = backend is not None and backend.normalizer is None
+        return longest if is_plain else _MOST_JOINED * longest
 
     def portable(self) -> str | None:
         """JSON of the tokenizers library, with which a text has the token ids that `encode` gives; None for a tokenizer
@@ -169,15 +165,14 @@ class Tokenizer:
 
     def check_shows_tools(self) -> None:
         """Raise InvalidInput where the chat template shows no tools."""
-        if self._shows_tools is None:
-            self._shows_tools = self._finds_tools()
         if not self._shows_tools:
             raise InvalidInput(
                 f"the chat template of '{self.name}' shows no tools to the model.",
                 fix="give one that does, by --chat-template.",
             )
 
-    def _finds_tools(self) -> bool:
+    @cached_property
+    def _shows_tools(self) -> bool:
         tool = {"type": "function", "function": {"name": "a", "description": "b", "parameters": {"type": "object"}}}
         messages = [{"role": "user", "content": "c"}]
         try:

@@ -19,12 +19,12 @@ from quire.sim.trace_request import ODD_STEP, Hashes, mix_bits
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.speculative.drafter import Drafting, Drafts
-from quire.speculative.part import Moves, Speculation
+from quire.speculative.part import Move, Speculation
 from quire.speculative.speculator import Speculator
 
 
 def simulated_drafts(
-    plan: MemoryPlan, acceptance: float | None, scripts: Scripts, scheduler: Scheduler, move: Moves, *, overlap: bool
+    plan: MemoryPlan, acceptance: float | None, scripts: Scripts, scheduler: Scheduler, move: Move, *, overlap: bool
 ) -> Sequence[Speculation]:
     """The part that drafts, if the plan has speculation. `acceptance` is as in `SimulatedDrafter`. Raises InvalidInput
     if steps `overlap`: one is launched before the one before it has settled."""

@@ -22,7 +22,7 @@ from quire.speculative.speculator import Speculator
 
 logger = logging.getLogger(__name__)
 
-Moves = Callable[[Any, Rows, Rows], None]
+Move = Callable[[Any, Rows, Rows], None]
 """Copies what a launched step has written from flat places to others: accepted drafts of a tree."""
 
 
@@ -41,7 +41,7 @@ class Speculation(Part):
     """Drafts of one scheduler's requests. `move` belongs to the device."""
 
     def __init__(
-        self, speculator: Speculator, scheduler: Scheduler, move: Moves, revision: Revision | None = None
+        self, speculator: Speculator, scheduler: Scheduler, move: Move, revision: Revision | None = None
     ) -> None:
         self.speculator = speculator
         self._scheduler = scheduler
