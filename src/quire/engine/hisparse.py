@@ -25,7 +25,7 @@ from quire.plan.host import largest_host_bytes
 from quire.plan.plan import Plan
 from quire.plan.planner import make_plan
 from quire.scheduler.step import Step
-from quire.sparse.coordinator import HiSparseCoordinator, HiSparseCounters
+from quire.sparse.coordinator import HiSparseCoordinator
 from quire.spec.model import ModelSpec
 
 if TYPE_CHECKING:
@@ -34,11 +34,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class HostedLatents:
+class HostedLatents(Part, ForwardPart):
     """The records of all latents, or of keys and values, the pool over them, and hot buffers on the device of `model`.
+
     Records are in `host`, if tiers have one, or else in memory that this object owns until `close`. Raises
     ModelCheckFailed if `model` computes something else there, HostMemoryError if the host has no room, and PlanError if
-    the device has none."""
+    the device has none.
+    """
 
     def __init__(
         self, plan: MemoryPlan, model: LoadedModel, progress: Progress | None = None, *, host: HostPool | None = None
@@ -74,9 +76,12 @@ class HostedLatents:
         if self.coordinator.pool.device.type == "cpu" or self.host.pinned:
             self.coordinator.moves = moves
 
-    def counters(self) -> HiSparseCounters:
-        """Counters and gauges now."""
-        return replace(self.coordinator.counters(), lossy=self._lossy, host_bytes=self.host.num_bytes)
+    def before_forward(self, step: Step, running: Any) -> None:
+        self.coordinator.admit(step.batch.rows, step.batch.serials)
+
+    def counters(self) -> list[Section]:
+        counted = self.coordinator.counters()
+        return [("hisparse", replace(counted, lossy=self._lossy, host_bytes=self.host.num_bytes))]
 
     def close(self) -> None:
         """Return its host memory to the system. A second call does nothing."""
@@ -84,27 +89,11 @@ class HostedLatents:
             self.host.close()
 
 
-class HotBuffersPart(Part, ForwardPart):
-    """The hot buffers of an engine, and what they buffer. It owns `latents`."""
-
-    def __init__(self, latents: HostedLatents, moves: Moves) -> None:
-        self.latents = latents
-        latents.copy_by(moves)
-
-    def before_forward(self, step: Step, running: Any) -> None:
-        self.latents.coordinator.admit(step.batch.rows, step.batch.serials)
-
-    def counters(self) -> list[Section]:
-        return [("hisparse", self.latents.counters())]
-
-    def close(self) -> None:
-        self.latents.close()
-
-
 def hot_buffer_parts(engine: EngineCore) -> Iterator[Part]:
     """The part for latents in host memory; none where they are on the device."""
     if engine.latents is not None:
-        yield HotBuffersPart(engine.latents, engine.backend.moves)
+        engine.latents.copy_by(engine.backend.moves)
+        yield engine.latents
 
 
 def hosted_latents(

@@ -254,8 +254,6 @@ class LatentFields(KVFields):
 
     def gather(self, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         latent, rope = self._first.gather(index, dtype, "latent"), self._second.gather(index, dtype, "rope")
-        shape = len(latent), latent.shape[1] + rope.shape[1]
-        row = torch.cat((latent, rope), dim=-1, out=_workspace.take("joined", dtype, latent.device, *shape)).unsqueeze(
-            1
-        )
+        joined = _workspace.take("joined", dtype, latent.device, len(latent), latent.shape[1] + rope.shape[1])
+        row = torch.cat((latent, rope), dim=-1, out=joined).unsqueeze(1)
         return row, row
