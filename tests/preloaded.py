@@ -11,7 +11,7 @@ without_compiler("auto")
 for name in (
     *("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"),
     *("quire.cli.app", "quire.engine.core", "quire.client.llm", "quire.serve.app", "quire.serve.server"),
-    *("quire.speculative.part", "quire.transfer.part", "tests.serve.fake_core", "tests.serve.tiny_model"),
+    *("quire.speculative.speculator", "quire.transfer.part", "tests.serve.fake_core", "tests.serve.tiny_model"),
 ):
     import_module(name)
 gc.collect()

@@ -15,10 +15,9 @@ from quire.models.hf import LoadedModel
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.pages import pages_for
 from quire.speculative.governor import Governor
-from quire.speculative.part import Speculation
 from quire.speculative.speculator import Speculator
 from tests.engine.running import core_for, generated, run
-from tests.engine.scripted import follow_script
+from tests.engine.scripted import drafts_with, follow_script
 from tests.engine.test_hybrid_tokens import build
 from tests.tiny_models import build_tiny
 
@@ -106,7 +105,7 @@ def check_tokens(script: str, params: SamplingParams, speculation: dict[str, Any
     for turn in ("cold", "warm"):
         assert run(core, REPEATING, params, turn) == expected
     check_at_rest(core)
-    found = plain(speculator.counters())
+    found = plain(speculator.counted())
     assert found["draft_tokens"], "nothing was drafted, so this shows little"
     assert (found["accepted_tokens"] > 0) == (script != "none")
 
@@ -163,7 +162,7 @@ def check_states() -> None:
         for turn in ("cold", "warm"):
             assert run(core, REPEATING, greedy(24), turn) == expected
         check_at_rest(core)
-        found = plain(speculator.counters())
+        found = plain(speculator.counted())
         assert found["draft_tokens"] > found["accepted_tokens"] > 0
 
 
@@ -214,7 +213,7 @@ def check_reserves(page_size: int) -> None:
         core.audit()
     assert tokens == expected[0] and longest == 6
     check_at_rest(core)
-    assert speculator.counters().accepted_tokens == speculator.counters().draft_tokens > 0
+    assert speculator.counted().accepted_tokens == speculator.counted().draft_tokens > 0
 
 
 def check_the_context_end(page_size: int, speculation: dict[str, Any]) -> None:
@@ -237,15 +236,13 @@ def check_flush() -> None:
     expected = tokens_without(prompt, greedy(24))
     core = core_with(llama(), {**CHAIN, "prompt_lookup_min": 3})
     assert core.speculator is not None
-    part = core.part(Speculation)
-    assert part is not None
-    part.speculator = Speculator(core.speculator.drafter, None, core.plan.tokens_per_step - 1)
+    drafts_with(core, core.speculator.drafter, core.plan.tokens_per_step - 1)
     counts = [0]
     for flushes in (False, False, True):
         if flushes:
             core.flush(None)
         assert run(core, prompt, greedy(24), f"after {len(counts)}") == expected
-        counts.append(core.speculator.counters().accepted_tokens)
+        counts.append(core.speculator.counted().accepted_tokens)
     cold, warm, flushed = np.diff(counts).tolist()
     assert warm > cold == flushed
 
@@ -253,10 +250,7 @@ def check_flush() -> None:
 def drafts_freely(core: EngineCore) -> Speculator:
     """From now on the engine drafts as much as there is room for, whatever it costs."""
     assert core.speculator is not None and core.plan.speculation is not None
-    part = core.part(Speculation)
-    assert part is not None
-    part.speculator = Speculator(core.speculator.drafter, None, core.plan.speculation.num_steps)
-    return part.speculator
+    return drafts_with(core, core.speculator.drafter, core.plan.speculation.num_steps)
 
 
 def hit_tokens_of_follow_ups(core: EngineCore, turns: int = 4) -> int:

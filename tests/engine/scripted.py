@@ -10,8 +10,7 @@ from quire.cache.running import Lengths
 from quire.engine.core import EngineCore
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
-from quire.speculative.drafter import Drafting, Drafts, joined
-from quire.speculative.part import Speculation
+from quire.speculative.drafter import Drafter, Drafting, Drafts, joined
 from quire.speculative.speculator import Speculator
 
 IsRight = Callable[[int], bool]
@@ -79,7 +78,13 @@ def follow_script(
     assert config is not None
     most = config.num_draft_tokens - 1 if config.topk > 1 else 0
     drafter = ScriptedDrafter(sequences, [len(p) for p in prompts], SCRIPTS[script], core.model.spec.vocab_size, most)
-    part = core.part(Speculation)
+    return drafts_with(core, drafter, config.num_steps)
+
+
+def drafts_with(core: EngineCore, drafter: Drafter, most: int) -> Speculator:
+    """From now on the engine drafts so, as much as there is room for, whatever it costs. Counts begin anew."""
+    part = core.speculator
     assert part is not None
-    part.speculator = Speculator(drafter, None, config.num_steps)
-    return part.speculator
+    made = part._scheduler, part._move, part._revision
+    part.__init__(drafter, None, most, *made)  # type: ignore[misc]
+    return part

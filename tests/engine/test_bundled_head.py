@@ -29,6 +29,6 @@ def test_most_first_drafts_are_right() -> None:
     assert core.speculator is not None
     core.speculator._governor = None
     assert run(core, asked, PARAMS) == expected
-    found = plain(core.speculator.counters())
+    found = plain(core.speculator.counted())
     assert found["accepted_tokens_per_position"][0] > 0.55 * found["drafts"]
     assert found["accepted_tokens"] > 0.4 * found["draft_tokens"]

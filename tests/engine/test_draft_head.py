@@ -162,7 +162,7 @@ def check_pages_are_complete(
     core.speculator._governor = Sometimes() if governed else None  # type: ignore[assignment]
     prompt = PROMPTS[0]
     (output,) = run(core, [prompt], PARAMS["greedy"])
-    assert core.speculator.counters().drafts > 0
+    assert core.speculator.counted().drafts > 0
     tokens = [*prompt, *output]
     found = keys_of(core, tokens)
     assert len(found) >= (len(tokens) - 1) // page_size * page_size

@@ -70,13 +70,13 @@ def ungoverned(core: EngineCore) -> dict[str, Any]:
     """From now on, every request drafts as far as there is room. The statistics so far."""
     assert core.speculator is not None
     core.speculator._governor = None
-    return plain(core.speculator.counters())
+    return plain(core.speculator.counted())
 
 
 def check_right(core: EngineCore) -> None:
     """All drafts were right, and as many were made as a request may have."""
     assert core.speculator is not None
-    found = plain(core.speculator.counters())
+    found = plain(core.speculator.counted())
     assert found["draft_tokens"] > found["drafts"] > 0
     assert found["accepted_tokens"] == found["draft_tokens"]
     assert all(frames["private"] == 0 for frames in core.statistics()["frames"].values())
@@ -85,7 +85,7 @@ def check_right(core: EngineCore) -> None:
 def check_some_right(core: EngineCore, *, accepted: bool = True) -> None:
     """Some drafts were wrong, and with `accepted` some were right."""
     assert core.speculator is not None
-    found = plain(core.speculator.counters())
+    found = plain(core.speculator.counted())
     assert found["accepted_tokens"] < found["draft_tokens"] and (found["accepted_tokens"] > 0 or not accepted)
     assert all(frames["private"] == 0 for frames in core.statistics()["frames"].values())
 
@@ -245,7 +245,7 @@ def check_pages_are_complete(target: LoadedModel, page_size: int, config: dict[s
     assert drafter is not None
     drafter._sampler = Mistaken(drafter._sampler)  # type: ignore[assignment]
     outputs = run(core, PROMPTS, PARAMS["seeded"])
-    found = plain(core.speculator.counters())
+    found = plain(core.speculator.counted())
     assert 0 < found["accepted_tokens"] < found["draft_tokens"]
     assert 0 < found["drafts"] < core.statistics()["output_tokens"] / 2
     for prompt, output in zip(PROMPTS, outputs, strict=True):

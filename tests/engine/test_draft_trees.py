@@ -77,7 +77,7 @@ def check_the_same_tokens(kind: str, target: LoadedModel, draft: Any, topk: int,
                 assert run(core, PROMPTS, PARAMS[params], turn) == undrafted(target, page_size, params)
         check_some_right(core)
         assert core.speculator is not None
-        found.append(plain(core.speculator.counters()))
+        found.append(plain(core.speculator.counted()))
     assert all(each == found[0] for each in found)
     assert found[0]["accepted_tokens_per_position"][1] > 0 and found[0]["draft_tokens"] > 5 * found[0]["drafts"]
 
@@ -140,7 +140,7 @@ def test_the_longest_request_in_a_pool_of_its_size(kind: str, page_size: int) ->
     ungoverned(core)
     assert run(core, PROMPTS[:1], params) == expected
     assert core.speculator is not None
-    found = plain(core.speculator.counters())
+    found = plain(core.speculator.counted())
     assert found["drafts"] >= core.statistics()["steps"] - 2  # all but that of the prompt, and that of the last token
 
 

@@ -81,7 +81,7 @@ def test_follow_up_turns_hit_as_much(page_size: int, speculation: dict[str, obje
     speculator = drafts_freely(core)
     assert hit_tokens_of_follow_ups(core) == expected
     assert expected > 0 or page_size == 64
-    found = plain(speculator.counters())
+    found = plain(speculator.counted())
     assert found["draft_tokens"] > found["accepted_tokens"] > 0
     assert core.statistics()["cached_pages"] == undrafted.statistics()["cached_pages"]
     check_at_rest(core)
@@ -103,7 +103,7 @@ def test_with_tiers(name: str, storage: bool, tmp_path: Path) -> None:
         for turn in range(2):
             case.check(core, turn)
         found = closed(core)
-        drafts = plain(speculator.counters())
+        drafts = plain(speculator.counted())
         accepted, rejected = drafts["accepted_tokens"], drafts["draft_tokens"] - drafts["accepted_tokens"]
         assert found["loaded_bytes"] > 0 and accepted > 0 and rejected > 0
         assert found["failed_moves"] == 0 and not found["defects"]
@@ -133,7 +133,7 @@ def test_texts_are_the_same() -> None:
             assert (one.text, one.token_ids, one.finish_reason) == (other.text, other.token_ids, other.finish_reason), (
                 name
             )
-    counts = plain(speculator.counters())
+    counts = plain(speculator.counted())
     assert counts["draft_tokens"] > counts["accepted_tokens"] > 0
     assert any(o.finish_reason == "stop" for each in llm.generate(TEXTS, ASKED["stop"]) for o in each.outputs)
     check_at_rest(llm.engine)
@@ -169,7 +169,7 @@ def test_tokens_that_differ_in_bfloat16() -> None:
             if one[0] != other[0]:
                 place = next(i for i, (a, b) in enumerate(zip(one[0], other[0], strict=True)) if a != b)
                 told.append((at, place, round(one[1][place], 4)))
-        counts = plain(speculator.counters())
+        counts = plain(speculator.counted())
         median = float(np.median([margin for _, margins in outputs(undrafted) for margin in margins]))
         print(
             f"{dtype}: {len(told)} of {len(prompts)} requests differ; median margin {median:.3f}; (request, token, "

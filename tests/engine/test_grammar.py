@@ -50,7 +50,7 @@ def test_starved() -> None:
 def test_drafts(config: dict[str, Any]) -> None:
     """Drafts follow the grammar, and tokens that it forces are drafts."""
     core = check_same(speculative_config=config)
-    found = plain(core.speculator.counters()) if core.speculator is not None else {}
+    found = plain(core.speculator.counted()) if core.speculator is not None else {}
     assert found["accepted_tokens"] > 20
 
 
@@ -58,7 +58,7 @@ def test_draft_model() -> None:
     draft = load_model(grammars.BUNDLED)
     config = {"method": "draft_model", "model": grammars.BUNDLED, "num_speculative_tokens": 3}
     core = check_same(turns=1, draft=draft, speculative_config=config)
-    assert core.speculator is not None and plain(core.speculator.counters())["accepted_tokens"] > 0
+    assert core.speculator is not None and plain(core.speculator.counted())["accepted_tokens"] > 0
 
 
 @pytest.mark.slow

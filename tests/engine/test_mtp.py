@@ -96,7 +96,7 @@ def test_trees(tmp_path: Path, name: str, page_size: int) -> None:
             assert run(core, PROMPTS, PARAMS[params], turn) == expected
     check_some_right(core)
     assert core.speculator is not None
-    assert core.speculator.counters().accepted_tokens_per_position[1] > 0
+    assert core.speculator.counted().accepted_tokens_per_position[1] > 0
 
 
 def test_trees_on_a_model_with_states_are_refused() -> None:

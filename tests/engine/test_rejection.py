@@ -148,7 +148,7 @@ def test_outputs_of_an_engine(drafted: Callable[[Path], Any], tmp_path: Path) ->
     ungoverned(core)
     found = sequences_of(core, params, 3000)
     assert core.speculator is not None
-    said = plain(core.speculator.counters())
+    said = plain(core.speculator.counted())
     assert 0.2 < said["accepted_tokens"] / said["draft_tokens"] < 0.98
 
     chances: dict[tuple[int, ...], float] = {(): 1.0}
@@ -195,4 +195,4 @@ def test_greedy_requests_and_n_grams_draw_what_they_draw_without() -> None:
         ungoverned(core)
         expected = run(core_for(target, **BOUNDS), REPEATING, PARAMS[params])
         assert run(core, REPEATING, PARAMS[params], params) == expected
-        assert core.speculator is not None and core.speculator.counters().accepted_tokens > 0
+        assert core.speculator is not None and core.speculator.counted().accepted_tokens > 0

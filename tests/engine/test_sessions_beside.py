@@ -147,12 +147,12 @@ def test_drafts_from_the_text(name: str, speculation: dict[str, Any]) -> None:
     core, talks = drafted.core_with(model, speculation, session_share=0.5), Talks(sessions=True)
     speculator = drafted.drafts_freely(core)
     assert answers_without(core) == expected
-    before = speculator.counters().accepted_tokens
+    before = speculator.counted().accepted_tokens
     for at in range(TURNS):
         talks.turn(core)
         assert talks.starts == [Start.CONTINUED if at else Start.NEW] * 2
     assert talks.answers == expected
-    counted = plain(speculator.counters())
+    counted = plain(speculator.counted())
     assert counted["draft_tokens"] > counted["accepted_tokens"] > before
     check_continued(core)
 

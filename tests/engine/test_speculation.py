@@ -14,12 +14,11 @@ from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.events import Namespace
 from quire.spec.pages import pages_for
 from quire.speculative.ngram import NgramDrafter
-from quire.speculative.part import Speculation
 from quire.speculative.speculator import Speculator
 from tests.changes import DRAFTS, in_turns, slow_unless_changed
 from tests.covering import covering
 from tests.engine.running import core_for, run, tight_core
-from tests.engine.scripted import SCRIPTS, follow_script
+from tests.engine.scripted import SCRIPTS, drafts_with, follow_script
 from tests.engine.test_hybrid_tokens import GREEDY, NEW_TOKENS, PROMPTS, SERVED, Case, case_of
 from tests.tiny_models import build_tiny
 
@@ -44,7 +43,7 @@ def drafting_core(model: LoadedModel, page_size: int, **settings: Any) -> Engine
 
 
 def check_counts(speculator: Speculator, script: str) -> None:
-    found = plain(speculator.counters())
+    found = plain(speculator.counted())
     right, wrong = found["accepted_tokens"], found["draft_tokens"] - found["accepted_tokens"]
     assert (right > 0) == (script != "none"), "drafts that are right are not accepted"
     assert wrong > 0 or script == "all right", "no draft was rejected, so this shows little"
@@ -152,7 +151,7 @@ def test_trees(name: str, script: str, tree_cases: dict[str, Case]) -> None:
     speculator = follow_script(core, PROMPTS, expected, script)
     for turn in ("cold", "warm"):
         assert run(core, PROMPTS, GREEDY, turn) == expected
-    found = plain(speculator.counters())
+    found = plain(speculator.counted())
     right = found["accepted_tokens"]
     assert (right > 0) == (script != "none") and found["draft_tokens"] > 2 * right
 
@@ -169,12 +168,11 @@ def tree_cases() -> dict[str, Case]:
 def test_trees_of_n_grams(llama: LoadedModel, params: str) -> None:
     expected = run(core_for(llama, page_size=4, **BOUNDS), REPEATING, MANY[params])
     core = core_for(llama, page_size=4, speculative_config={**TREE, "prompt_lookup_max": 2}, **BOUNDS)
-    part = core.part(Speculation)
-    assert part is not None
-    part.speculator = Speculator(core.speculator.drafter, None, 4)
+    assert core.speculator is not None
+    drafts_with(core, core.speculator.drafter, 4)
     for turn in range(2):
         assert run(core, REPEATING, MANY[params], f"turn{turn}") == expected
-    assert (core.speculator.counters().draft_tokens > 0) == (params != "penalties")
+    assert (core.speculator.counted().draft_tokens > 0) == (params != "penalties")
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "llama4_text", "deepseek_v32"])

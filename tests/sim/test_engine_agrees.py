@@ -159,5 +159,5 @@ def test_with_drafts_they_fare_alike_too(model: str, kv_memory: str) -> None:
     speculator = follow_script(core, [prompts[name].tolist() for name in sorted(prompts)], outputs, "all right")
     real = in_the_engine(core, prompts, lengths)
     assert [fate.output for _, fate in sorted(real.items())] == outputs
-    assert speculator.counters().accepted_tokens == speculator.counters().draft_tokens > 100
+    assert speculator.counted().accepted_tokens == speculator.counted().draft_tokens > 100
     check(core, prompts, real)

@@ -104,12 +104,12 @@ def test_what_a_rejected_draft_wrote_is_never_read() -> None:
     """Were it kept, the next step would read it."""
     replay = replay_of(num_pages=64, speculation=ngram(3), acceptance=0.5)
     (part,) = replay.drafts
-    accepted = part.speculator.accepted
+    accepted = part.accepted
 
     def careless(step: Step, drawn: Lengths) -> Accepted:
         return accepted(step, drawn)._replace(kept=step.draw_counts)
 
-    part.speculator.accepted = careless  # type: ignore[method-assign]
+    part.accepted = careless  # type: ignore[method-assign]
     with pytest.raises((WrongContent, AssertionError)):
         replay.run(requests([(10, 40)]))
 

@@ -70,7 +70,6 @@ from quire.scheduler.scheduler import Scheduler
 from quire.settings.tenants import read_tenants
 from quire.spec.ending import Ending
 from quire.spec.events import Namespace
-from quire.speculative.part import Speculation
 from quire.speculative.speculator import Speculator
 from quire.transfer.handshake import Identity, parse_role
 from quire.transfer.node import TransferNode
@@ -275,8 +274,7 @@ class EngineCore:
     @property
     def speculator(self) -> Speculator | None:
         """What proposes drafts; None without speculation."""
-        part = self.part(Speculation)
-        return part.speculator if part is not None else None
+        return self.part(Speculator)
 
     def has_work(self) -> bool:
         """Whether `step` has work or reports."""

@@ -22,7 +22,6 @@ from quire.scheduler.step import StepRows
 from quire.spec.ids import Bools, Ids
 from quire.spec.speculation import STANDARD
 from quire.speculative.drafter import Drafts
-from quire.speculative.part import Speculation
 from quire.speculative.speculator import speculator_of
 
 if TYPE_CHECKING:
@@ -56,11 +55,10 @@ def load_draft(config: EngineConfig, target: LoadedModel) -> LoadedModel | Loade
 
 def speculation_parts(engine: EngineCore) -> Iterator[Part]:
     """The part that drafts and verifies; none without speculation."""
-    speculator = speculator_of(engine.config.speculative_config, engine.plan, engine.drafter)
-    if speculator is not None:
-        rejects = _rejects(engine.config)
-        revision = GrammarDrafts(engine.grammars, rejects=rejects, follows=engine.drafter is not None)
-        yield Speculation(speculator, engine.scheduler, engine.runner.move, revision)
+    config, drafter = engine.config, engine.drafter
+    revision = GrammarDrafts(engine.grammars, rejects=_rejects(config), follows=drafter is not None)
+    made = (config.speculative_config, engine.plan, drafter, engine.scheduler, engine.runner.move, revision)
+    yield from speculator_of(*made)
 
 
 def drafter_of(engine: EngineCore) -> ModelDrafter | HeadDrafter | None:
@@ -96,8 +94,8 @@ def _rejects(config: EngineConfig) -> bool:
 
 @dataclass(frozen=True)
 class GrammarDrafts:
-    """Drafts of requests with a grammar (`quire.speculative.part.Revision`): what it forbids is cut off, and tokens
-    that it forces are added to chains.
+    """Drafts of requests with a grammar, as a `Revision`: what it forbids is cut off, and tokens that it forces are
+    added to chains.
 
     With `rejects`, drafts may be drawn again by rejection sampling, whose other draws depend on the draft: so the first
     forbidden one stays, which is never accepted. With `follows`, the drafter computes what it has proposed, and other

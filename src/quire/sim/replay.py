@@ -277,6 +277,6 @@ class Replay:
             hisparse=next((buffers.use() for buffers in self._buffers), None),
             itl_s=percentiles(recorder.gaps.all()),
             chunk_budget=plain(self.scheduler.chunks.counters()),
-            speculation=next((plain(part.speculator.counters()) for part in self.drafts), None),
+            speculation=next((plain(part.counted()) for part in self.drafts), None),
             tenants=next((plain(part.states()) for part in self._tenants), None),
         )

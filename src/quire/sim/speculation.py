@@ -19,21 +19,19 @@ from quire.sim.trace_request import ODD_STEP, Hashes, mix_bits
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.speculative.drafter import Drafting, Drafts
-from quire.speculative.part import Move, Speculation
-from quire.speculative.speculator import Speculator
+from quire.speculative.speculator import Move, Speculator
 
 
 def simulated_drafts(
     plan: MemoryPlan, acceptance: float | None, scripts: Scripts, scheduler: Scheduler, move: Move, *, overlap: bool
-) -> Sequence[Speculation]:
+) -> Sequence[Speculator]:
     """The part that drafts, if the plan has speculation. `acceptance` is as in `SimulatedDrafter`. Raises InvalidInput
     if steps `overlap`: one is launched before the one before it has settled."""
     if plan.speculation is None:
         return ()
     if overlap:
         raise InvalidInput("drafts follow the tokens of the last step.", fix="leave --overlap or --speculate out.")
-    speculator = Speculator(SimulatedDrafter(scripts, acceptance), None, plan.tokens_per_step - 1)
-    return (Speculation(speculator, scheduler, move),)
+    return (Speculator(SimulatedDrafter(scripts, acceptance), None, plan.tokens_per_step - 1, scheduler, move),)
 
 
 class SimulatedDrafter:

@@ -1,17 +1,24 @@
-"""Speculator: drafts for the next step, and what came of those of the last one."""
+"""Speculator: drafts before each step, and what is kept of them after it."""
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 
-from quire.cache.running import Lengths, RunningBatch
-from quire.counters import counter, gauge
-from quire.errors import UnsupportedModel
+from quire.cache.running import Lengths, Rows
+from quire.counters import Section, counter, gauge
+from quire.errors import InvalidInput, UnsupportedModel
+from quire.loop import End, Loop, Part, StepResult
 from quire.plan.budget import MemoryPlan
-from quire.scheduler.step import Step
+from quire.scheduler.request import Request
+from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.step import Step, StepRows
+from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.spec.layers import INDEXER_GROUP
 from quire.spec.speculation import SpeculativeConfig
@@ -19,6 +26,11 @@ from quire.speculative.drafter import Drafter, Drafting, Drafts
 from quire.speculative.governor import Governor, GovernorCounters
 from quire.speculative.ngram import NgramDrafter
 from quire.speculative.verify import Accepted, accepted_draws
+
+logger = logging.getLogger(__name__)
+
+Move = Callable[[Any, Rows, Rows], None]
+"""Copies what a launched step has written from flat places to others: accepted drafts of a tree."""
 
 
 @dataclass(kw_only=True)
@@ -46,36 +58,74 @@ class DraftCounters(GovernorCounters):
     tokens_per_step: float = gauge("Mean tokens of a request in a step that draws any, since the start.")
 
 
-class Speculator:
-    """Asks a drafter for as many tokens as pay, and counts. Drafts are at most `most` tokens ahead.
+class Revision(Protocol):
+    """What changes drafts before they are computed."""
 
-    Without a governor each request gets as many drafts as there is room for.
+    @property
+    def is_used(self) -> bool:
+        """Whether any request needs it now."""
+
+    def revise(self, batch: StepRows, room: Lengths, drafts: Drafts | None) -> Drafts | None:
+        """The drafts of these requests, at most `room[i]` tokens ahead; None for none."""
+
+
+class Speculator(Part):
+    """Drafts of one scheduler's requests: before each step as many as pay, and after it what is kept of them.
+
+    Drafts are at most `most` tokens ahead. Without a governor each request gets as many as there is room for. `move`
+    belongs to the device.
     """
 
-    def __init__(self, drafter: Drafter, governor: Governor | None, most: int) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        governor: Governor | None,
+        most: int,
+        scheduler: Scheduler,
+        move: Move,
+        revision: Revision | None = None,
+    ) -> None:
         self.drafter = drafter
         self._governor = governor
+        self._scheduler = scheduler
+        self._move = move
+        self._revision = revision
+        self._overlaps = False
         self._totals = DraftCounters()
         self._num_drawing = self._num_drawn = 0  # works that drew, and the tokens they got
         self._per_position: Lengths = np.zeros(most, dtype=np.int64)
-        self._began = 0.0  # when the search for drafts of the next step began, by `time.perf_counter`
-        self._searched_s = 0.0
+        self._began = 0.0  # when the turn began, by `time.perf_counter`
+        self._searched_s = 0.0  # of it, until drafts were found
 
-    def rests(self, num_requests: int) -> bool:
-        """Whether the next step, of so many requests, is made without `propose`."""
-        self._searched_s = 0.0
-        if self._governor is not None and self._governor.rests(num_requests):
-            return True
-        self._began = time.perf_counter()
-        return False
+    def attach(self, loop: Loop) -> None:
+        self._overlaps = loop.overlaps
 
-    def propose(self, batch: RunningBatch, tokens: Ids, known: Lengths, room: Lengths) -> Drafts | None:
-        """Tokens that may follow the first `known[i]` of each request, at most `room[i]`; None if none would pay.
-        `rests` was asked before."""
-        governor, most = self._governor, room
+    def before_schedule(self) -> None:
+        """Propose the next tokens of running requests, which the next step computes too."""
+        self._began, self._searched_s = time.perf_counter(), 0.0
+        rests = self._governor is not None and self._governor.rests(self._scheduler.num_running)
+        revision = self._revision if self._revision is not None and self._revision.is_used else None
+        if rests and revision is None:
+            return
+        batch, tokens, known, room = self._scheduler.drafting()
+        try:
+            proposes = not rests and np.count_nonzero(room)
+            drafts = self._propose(batch, tokens, known, room) if proposes else None
+            if revision is not None:
+                drafts = revision.revise(batch, room, drafts)
+        except (AssertionError, InvalidInput):
+            raise
+        except Exception:  # a device out of memory, say: the step goes on without drafts
+            logger.exception("no drafts: proposing them failed")
+            return
+        if drafts is not None:
+            self._scheduler.draft(batch, drafts.counts, drafts.tokens, drafts.parents)
+
+    def _propose(self, batch: StepRows, tokens: Ids, known: Lengths, room: Lengths) -> Drafts | None:
+        """Tokens that may follow the first `known[i]` of each request, at most `room[i]`; None if none would pay."""
+        governor, most, drafts = self._governor, room, None
         if governor is not None:
             most = np.minimum(room, governor.limits(batch.rows, batch.serials))
-        drafts = None
         if np.count_nonzero(most):
             drafts = self.drafter.propose(Drafting(batch, tokens, known, most))
             none_pays = governor is not None and not governor.pays(batch.rows, batch.serials, drafts.counts)
@@ -83,6 +133,18 @@ class Speculator:
                 drafts = None
         self._searched_s = time.perf_counter() - self._began
         return drafts
+
+    def settling(self, result: StepResult) -> None:
+        """Say which draws are tokens of their requests. What was written for these is moved to its place."""
+        step = result.step
+        if step.is_decode:
+            self._num_drawing += len(step)
+            self._num_drawn += len(step)
+            return
+        found = self.accepted(step, result.tokens)
+        if len(found.sources):
+            self._move(result.launched, found.sources, found.targets)
+        result.kept, result.order = found.kept, found.order
 
     def accepted(self, step: Step, drawn: Lengths) -> Accepted:
         """`accepted_draws` of a step with drafts or prompts, counted."""
@@ -102,17 +164,24 @@ class Speculator:
                 self._governor.settled(batch.rows[at], batch.serials[at], np.minimum(drafts, most), right)
         return found
 
-    def drew(self, num_requests: int) -> None:
-        """A step drew a token for each of so many requests."""
-        self._num_drawing += num_requests
-        self._num_drawn += num_requests
+    def settled(self, result: StepResult) -> None:
+        step, governor = result.step, self._governor
+        if governor is None or self._overlaps or result.launched.waits or step.computes_prompts:
+            return
+        num_drafts, seconds = step.num_tokens - len(step), time.perf_counter() - self._began
+        governor.measured(len(step), num_drafts, seconds, self._searched_s)
 
-    def measured(self, num_requests: int, num_drafts: int, seconds: float) -> None:
-        """A step of so many requests, all of which decode, took this time, its drafting included."""
-        if self._governor is not None:
-            self._governor.measured(num_requests, num_drafts, seconds, self._searched_s)
+    def ended(self, request: Request, end: End, error: Exception | None) -> None:
+        """Later requests may get drafts from one that has all its tokens."""
+        if end is End.FINISHED and request.is_remembered:
+            self.drafter.ended(request.namespace, request.tokens, request.num_cached)
 
-    def counters(self) -> DraftCounters:
+    def flush(self, namespace: Namespace | None) -> None:
+        self.drafter.clear(namespace)
+        for request in self._scheduler.requests:
+            request.is_remembered = request.is_remembered and namespace not in (None, request.namespace)
+
+    def counted(self) -> DraftCounters:
         """Counters and gauges now, with those of the governor."""
         return replace(
             self._totals,
@@ -121,20 +190,29 @@ class Speculator:
             **vars(self._governor.counters()) if self._governor is not None else {},
         )
 
+    def counters(self) -> list[Section]:
+        return [("speculation", self.counted())]
+
 
 def speculator_of(
-    config: SpeculativeConfig | None, plan: MemoryPlan, drafter: Drafter | None = None
-) -> Speculator | None:
-    """What an engine with this configuration and plan drafts with: `drafter`, by default n-grams; None if it drafts
-    nothing."""
+    config: SpeculativeConfig | None,
+    plan: MemoryPlan,
+    drafter: Drafter | None,
+    scheduler: Scheduler,
+    move: Move,
+    revision: Revision,
+) -> Iterator[Speculator]:
+    """The part of an engine with this configuration and plan, which drafts by `drafter`, by default n-grams; none
+    without speculation."""
     if config is None:
-        return None
+        return
     if config.branches:
         _refuse_trees(plan)
     if drafter is None:
         drafter = NgramDrafter(plan.max_requests, config, shares=config.shared_history)
     width = (config.num_draft_tokens - 1) / config.num_steps if config.branches else 1.0
-    return Speculator(drafter, Governor(plan.max_requests, config.num_steps, width), config.num_steps)
+    governor = Governor(plan.max_requests, config.num_steps, width)
+    yield Speculator(drafter, governor, config.num_steps, scheduler, move, revision)
 
 
 def _refuse_trees(plan: MemoryPlan) -> None:
