@@ -14,9 +14,9 @@ import pytest
 
 from quire.engine.config import engine_config
 from quire.engine.core import EngineCore
-from quire.engine.host_memory import HostMemory, alone_on_this_host, host_memory
+from quire.engine.host_memory import alone_on_this_host, host_memory
 from quire.errors import HostMemoryError
-from quire.plan.host import largest_host_bytes
+from quire.plan.host import HostMemory, largest_host_bytes
 from quire.settings.setting import parse_bytes
 from tests.engine.containers import four_gib as four_gib
 
@@ -138,7 +138,7 @@ import os, re, sys
 open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
 from quire.engine.config import engine_config
 from quire.engine.core import EngineCore
-from quire.engine.host_memory import HostMemory, alone_on_this_host, host_memory
+from quire.engine.host_memory import alone_on_this_host, host_memory
 from quire.plan.host import largest_host_bytes
 from tests.engine.containers import four_gib as four_gib
 from quire.errors import HostMemoryError
@@ -152,16 +152,12 @@ from quire.spec.layout import DType, Field, PageLayout
 field = Field(name="k", shape=(64,), dtype=DType.BFLOAT16, layers=(0, 1, 2, 3))
 group = GroupSpec(name="full", layout=PageLayout(256, (field,)))
 plan = MemoryPlan(page_size=256, groups=(group,), num_pages=1000, context=1000, max_requests=1)
-memory = host_memory()
-known = dict(available=memory.available, limit=memory.limit, total=memory.total, device_bytes=plan.pool_bytes)
 try:
-    host_budget(parse_bytes("8GiB"), **known)
+    host_budget(parse_bytes("8GiB"), host_memory(), device_bytes=plan.pool_bytes)
 except HostMemoryError as error:
     print(error)
     named = parse_bytes(re.findall(r"--host-memory (\\w+)", str(error))[0])
-again = host_memory()
-known |= dict(available=again.available)
-size = host_budget(named, **known)
+size = host_budget(named, host_memory(), device_bytes=plan.pool_bytes)
 pool = HostPool(plan.groups, host_frames(plan, size))
 print("reserved", pool.num_bytes, "of", size, "left", host_memory().available)
 pool.close()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from quire.errors import HostMemoryError, PlanError
 from quire.memory.host_pool import HostPool
 from quire.plan.budget import MemoryPlan
-from quire.plan.host import host_budget, host_frames, largest_host_bytes
+from quire.plan.host import HostMemory, host_budget, host_frames, largest_host_bytes
 from quire.settings.setting import parse_bytes
 from quire.spec.arena import ArenaLayout
 from quire.spec.group import GroupSpec
@@ -115,7 +115,8 @@ def test_a_plan_without_frames_of_its_own_has_as_many_for_each_group() -> None:
 
 def budget(asked: int | str, available: int, *, limit: int | None = None, **more: int) -> int:
     device_bytes = more.pop("device_bytes", 10 * GIB)
-    return host_budget(asked, available=available, limit=limit, total=64 * GIB, device_bytes=device_bytes, **more)  # type: ignore[arg-type]
+    memory = HostMemory(total=64 * GIB, available=available, limit=limit)
+    return host_budget(asked, memory, device_bytes=device_bytes, **more)  # type: ignore[arg-type]
 
 
 @settings(deadline=None)

@@ -10,12 +10,13 @@ import logging
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 from filelock import BaseFileLock, FileLock, Timeout
+
+from quire.plan.host import HostMemory
 
 logger = logging.getLogger(__name__)
 
@@ -37,16 +38,6 @@ _VERSION_1 = _Version(
     "sys/fs/cgroup/memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"
 )
 _VERSION_2 = _Version("sys/fs/cgroup", ("memory.max", "memory.high"), "memory.current", "inactive_file")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostMemory:
-    """Bytes. `limit` is the smallest of the containers around this process, None without any; `available` respects all
-    of them."""
-
-    total: int
-    available: int
-    limit: int | None
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:

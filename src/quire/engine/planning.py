@@ -30,15 +30,7 @@ def plan_settings(config: EngineConfig) -> PlanSettings:
     Latents in host memory may take `--host-memory`, or half of what is available; with tiers half of that, because
     pages that have left the device have latents too.
     """
-    memory = host_memory()
-    hosted = latent_bytes(
-        config.hisparse,
-        config.host_memory,
-        owners=1 + config.has_tiers,
-        available=memory.available,
-        limit=memory.limit,
-        total=memory.total,
-    )
+    hosted = latent_bytes(config.hisparse, config.host_memory, host_memory(), owners=1 + config.has_tiers)
     return PlanSettings(**config.shared(PlanSettings), latent_bytes=hosted)
 
 

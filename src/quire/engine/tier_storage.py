@@ -46,10 +46,7 @@ def open_tiers(config: EngineConfig) -> Storage:
     Raises HostMemoryError, StoreError, InvalidInput, or PlanError if a tier would hold no page.
     """
     if isinstance(config.host_memory, int):
-        memory = host_memory()
-        host_budget(
-            config.host_memory, available=memory.available, limit=memory.limit, total=memory.total, device_bytes=0
-        )
+        host_budget(config.host_memory, host_memory(), device_bytes=0)
     plan = _plan_of(config)
     size = storage_size(config)
     if plan is not None and isinstance(config.host_memory, int):

@@ -84,13 +84,8 @@ def _tier_memory(config: EngineConfig, plan: MemoryPlan, device: torch.device, p
     with alone_on_this_host():
         memory = host_memory()
         untouched = 0 if pinned else plan.pool_bytes  # pools on a CPU, which allocate their memory later
-        num_bytes = host_budget(
-            asked,
-            available=max(0, memory.available - untouched),
-            limit=memory.limit,
-            total=memory.total,
-            device_bytes=plan.pool_bytes + plan.host_bytes,
-        )
+        memory = replace(memory, available=max(0, memory.available - untouched))
+        num_bytes = host_budget(asked, memory, device_bytes=plan.pool_bytes + plan.host_bytes)
         return HostPool(plan.groups, host_frames(plan, num_bytes), pinned=pinned, progress=progress)
 
 

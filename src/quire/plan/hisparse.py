@@ -10,7 +10,7 @@ from typing import Any, Literal
 from quire.errors import InvalidInput, PlanError
 from quire.plan.budget import counted, format_bytes
 from quire.plan.devices import DEVICES, LAUNCH_S, MEMORY_SHARE, Line
-from quire.plan.host import host_budget
+from quire.plan.host import HostMemory, host_budget
 from quire.plan.plan import Plan
 from quire.plan.settings import PlanSettings
 from quire.plan.speculation import refuse_draft_layers
@@ -28,21 +28,14 @@ _HIT_RATE = 0.85
 
 
 def latent_bytes(
-    config: HiSparseConfig | None,
-    asked: int | Literal["auto"] | None,
-    *,
-    owners: int,
-    available: int,
-    limit: int | None,
-    total: int,
+    config: HiSparseConfig | None, asked: int | Literal["auto"] | None, memory: HostMemory, *, owners: int
 ) -> int | None:
     """Bytes of host memory for latents: their share, with `owners` in all, of what was `asked` for, or of half of what
-    is `available`; None without hisparse. The rest as in `host_budget`."""
+    is available; None without hisparse. Raises what `host_budget` raises."""
     if config is None:
         return None
     asked = "auto" if asked is None else asked
-    budget = host_budget(asked, available=available, limit=limit, total=total, device_bytes=available)
-    return budget // owners
+    return host_budget(asked, memory, device_bytes=memory.available) // owners
 
 
 def hot_buffers(spec: ModelSpec, settings: PlanSettings, *, page_size: int, context: int) -> HotBuffers | None:

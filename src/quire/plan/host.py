@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from dataclasses import dataclass
 from typing import Literal
 
 from quire.errors import HostMemoryError, PlanError
@@ -15,6 +16,16 @@ _ROOM_SHARE = 1 / 16  # share of the available memory, for the process itself
 _LEAST_ROOM = 64 * 2**20
 _MOST_ROOM = 4 * 2**30
 _SLACK_SHARE = 1 / 64  # below the largest size, since the available memory varies a little between starts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemory:
+    """Bytes of this machine. `limit` is the smallest of the containers around this process, None without any;
+    `available` respects all of them."""
+
+    total: int
+    available: int
+    limit: int | None
 
 
 def host_frames(plan: MemoryPlan, num_bytes: int) -> tuple[int, ...]:
@@ -48,36 +59,34 @@ def host_frames(plan: MemoryPlan, num_bytes: int) -> tuple[int, ...]:
     return frames(bisect_right(range(1, num_bytes), num_bytes, key=size))
 
 
-def host_budget(
-    asked: int | Literal["auto"], *, available: int, limit: int | None, total: int, device_bytes: int, ranks: int = 1
-) -> int:
+def host_budget(asked: int | Literal["auto"], memory: HostMemory, *, device_bytes: int, ranks: int = 1) -> int:
     """Bytes of host memory for the records of all groups and all `ranks`; a rank has `num_bytes // ranks`.
 
-    `available`, `limit` (the container's) and `total` are this machine's, as `engine.host_memory` reads them.
     `device_bytes` are those of one rank's device pools; "auto" is twice as much for each rank, or half of the available
     memory if that is less. Room for the process is left in any case. Raises HostMemoryError with the largest size that
     fits, if more was requested.
     """
-    most = largest_host_bytes(available)
+    most = largest_host_bytes(memory.available)
     if asked == "auto":
         return min(_AUTO_DEVICES * device_bytes * ranks, int(most * _AUTO_SHARE))
     if asked <= most:
         return asked
-    raise _too_large(asked, "host memory", "--host-memory", available=available, limit=limit, total=total)
+    raise _too_large(asked, "host memory", "--host-memory", memory)
 
 
-def check_cpu_pools(num_bytes: int, *, available: int, limit: int | None, total: int) -> None:
+def check_cpu_pools(num_bytes: int, memory: HostMemory) -> None:
     """Refuse KV pools in host memory for which there is no room, beside room for the process. Raises HostMemoryError
     with the largest size that fits."""
-    if num_bytes > largest_host_bytes(available):
-        raise _too_large(num_bytes, "KV memory", "--kv-memory", available=available, limit=limit, total=total)
+    if num_bytes > largest_host_bytes(memory.available):
+        raise _too_large(num_bytes, "KV memory", "--kv-memory", memory)
 
 
-def _too_large(asked: int, kind: str, option: str, *, available: int, limit: int | None, total: int) -> HostMemoryError:
+def _too_large(asked: int, kind: str, option: str, memory: HostMemory) -> HostMemoryError:
+    limit, available, total = memory.limit, format_bytes(memory.available), format_bytes(memory.total)
     limited = f"the container's limit is {format_bytes(limit)}" if limit is not None else "no container limits it"
-    suggested = _rounded_down(int(largest_host_bytes(available) * (1 - _SLACK_SHARE)))
+    suggested = _rounded_down(int(largest_host_bytes(memory.available) * (1 - _SLACK_SHARE)))
     return HostMemoryError(
-        f"{format_bytes(asked)} of {kind} were asked for; {format_bytes(available)} of {format_bytes(total)} are "
+        f"{format_bytes(asked)} of {kind} were asked for; {available} of {total} are "
         f"available and {limited}. The largest size that fits is {suggested or 'none'}.",
         fix=f"use {option} {suggested}." if suggested else "free memory on this machine, or go without.",
     )

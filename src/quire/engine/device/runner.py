@@ -84,10 +84,7 @@ def build_pools(
     Their memory can be given back if it `shrinks`, and the device is a CPU. Raises PlanError if there is too little,
     and HostMemoryError if the host lacks the memory for pools on a CPU, which would show only later."""
     if device.type == "cpu":
-        memory = host_memory()
-        check_cpu_pools(
-            plan.pool_bytes + plan.feature_bytes, available=memory.available, limit=memory.limit, total=memory.total
-        )
+        check_cpu_pools(plan.pool_bytes + plan.feature_bytes, host_memory())
     if (arena := plan.arena) is None:
         pools = tuple(
             built.get(index) or Pool(group.layout, plan.frames_of(index), device=device, touched=False, shrinks=shrinks)
