@@ -325,8 +325,7 @@ def test_graphs_keep_no_tensors_of_eager_passes(name: str) -> None:
             build
             for graph in core.runner.graphs._graphs.values()
             for known in filter(None, graph.asked)
-            for some in known
-            for build in some.values()
+            for build in known.values()
         ]
         held = [value for build in builds for value in inspect.getclosurevars(build).nonlocals.values()]
         assert len(builds) > 2 and not any(isinstance(value, torch.Tensor) for value in held)

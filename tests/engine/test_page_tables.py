@@ -12,8 +12,9 @@ from quire.cache import KVCache
 from quire.engine.device.page_tables import DevicePageTables
 from quire.kernels import page_arrays
 from quire.kernels.backend import AttentionBackend
+from quire.kernels.batch import PagedBatch
 from quire.kernels.moves import TORCH, Moves
-from quire.kernels.page_arrays import PageArrays, shared_runs
+from quire.kernels.page_arrays import StepTable, shared_runs
 from quire.memory.residency import PageTableChanges
 from quire.spec.group import ReachSpec
 from quire.testing import small_plan
@@ -97,16 +98,25 @@ def check_tables(device: str, moves: Moves, steps: int, seed: int = 3) -> None:
     assert shared > steps // 20
 
 
+def decodes_of(lengths: np.ndarray, frames: np.ndarray, size: int, table: StepTable | None) -> PagedBatch:
+    """One new token of each sequence, after which they have these lengths."""
+    count, contexts = len(lengths), np.maximum(lengths, 1).astype(np.int32)
+    starts, slots = np.arange(count + 1, dtype=np.int32), np.zeros(count, dtype=np.int32)
+    return PagedBatch(
+        query_starts=starts, context_lens=contexts, frames=frames, slots=slots, page_size=size, table=table
+    )
+
+
 def check_runs(
     tables: DevicePageTables, group: int, rows: Any, lengths: np.ndarray, frames: np.ndarray, size: int
 ) -> int:
     """The runs that are kept from step to step are those that a search finds; how many there are."""
     table = tables.step(group, rows)
-    starts, full = np.arange(len(rows) + 1, dtype=np.int32), (lengths - 1) // size
-    arrays = PageArrays(starts, lengths.astype(np.int32), frames, None, size, table)
+    full = (lengths - 1) // size
+    batch = decodes_of(lengths, frames, size, table)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quire.kernels.page_arrays.MIN_SHARED_TOKENS", 1)
-        found = arrays.shared_runs(full, "all")
+        found = batch.shared_runs(full, "all")
         wanted = list(shared_runs(frames, full, size))
     assert [(members.tolist(), *ends) for members, *ends in found] == [
         (members.tolist(), *ends) for members, *ends in wanted
@@ -156,14 +166,8 @@ def test_decode_steps_compare_no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
             cache.extend(kvs, [1] * len(kvs))
         tables.apply(tables.sent(cache.rows.page_table_changes()))
         batch, lengths = cache.rows.batch(kvs), np.array([cache.rows.allocated(kv) for kv in kvs])
-        found = PageArrays(
-            np.arange(len(kvs) + 1, dtype=np.int32),
-            lengths.astype(np.int32),
-            tables.frames(0, batch.rows, -(-int(lengths.max()) // size)),
-            None,
-            size,
-            tables.step(0, batch.rows),
-        ).shared_runs((lengths - 1) // size, "all")
+        frames, table = tables.frames(0, batch.rows, -(-int(lengths.max()) // size)), tables.step(0, batch.rows)
+        found = decodes_of(lengths, frames, size, table).shared_runs((lengths - 1) // size, "all")
         assert len(found) == (len(kvs) > 1)
     assert len(searches) <= 10
 

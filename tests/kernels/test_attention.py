@@ -72,7 +72,7 @@ def test_prefix_of_a_prefix_is_shared_in_levels():
     case.batch.frames[3, :36] = case.batch.frames[1, :36]
     for r in (1, 3):
         case.slots[r] = case._slots(case.batch.frames[r], case.sequences[r][0], 16)
-    runs = case.batch.arrays.shared_runs(np.array([43, 40, 39, 39, 56]), "levels")
+    runs = case.batch.shared_runs(np.array([43, 40, 39, 39, 56]), "levels")
     assert [(members.tolist(), first, stop) for members, first, stop in runs] == [
         ([0, 1, 2, 3, 4], 0, 20),
         ([1, 3], 20, 36),

@@ -137,8 +137,8 @@ _tasks(
 _tasks(
     "a_shared_run_is_read_twice_on_a_gpu",
     "tokens of a shared run count twice on a GPU",
-    "done[members] = stop * arrays.page_size",
-    "done[members] = first * arrays.page_size",
+    "done[members] = stop * batch.page_size",
+    "done[members] = first * batch.page_size",
 )
 _tasks(
     "pieces_of_a_gpu_share_a_place",

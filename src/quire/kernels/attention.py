@@ -14,7 +14,6 @@ from quire.kernels import reference
 from quire.kernels.backend import DEFAULT, AttentionBackend
 from quire.kernels.batch import PagedBatch
 from quire.kernels.fields import KVFields, KVReader, PagedField
-from quire.kernels.page_arrays import PageArrays
 from quire.kernels.terms import AttentionTerms
 
 
@@ -47,14 +46,14 @@ def paged_attention_lse(
     return out, lse
 
 
-_Paged = tuple[Tensor, Sequence[PagedField | None], PageArrays]
+_Paged = tuple[Tensor, Sequence[PagedField | None], PagedBatch]
 
 
 def _paged(query: Tensor, reader: KVReader, batch: PagedBatch) -> _Paged:
     """The arguments of a kernel that reads pages itself."""
     assert isinstance(reader, KVFields)
     query = query if query.stride(2) == 1 else query.contiguous()
-    return query, reader.parts(), batch.arrays
+    return query, reader.parts(), batch
 
 
 def attend_tile(

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -28,9 +28,11 @@ from quire.kernels.fields import KVFields, KVReader, PagedField, Writer
 from quire.kernels.moves import TORCH, Moves
 from quire.kernels.native.attention import FORMATS, NativeAttention
 from quire.kernels.native.library import native
-from quire.kernels.page_arrays import PageArrays
 from quire.kernels.terms import AttentionTerms
 from quire.spec.kv_format import KVFormat
+
+if TYPE_CHECKING:
+    from quire.kernels.batch import PagedBatch
 
 _CPU = torch.device("cpu")
 _LEAST_CAPABILITY = (8, 0)
@@ -59,14 +61,14 @@ BackendWord = Literal["auto", "native", "torch", "triton"]
 
 
 class AttentionKernel(Protocol):
-    """Attention that reads pages in place. One signature for all devices: host arrays say where pages are. `parts` are
-    those of a reader."""
+    """Attention that reads pages in place. One signature for all devices: host arrays of the batch say where pages are.
+    `parts` are those of a reader."""
 
     def pages(
         self,
         query: Tensor,
         parts: Sequence[PagedField | None],
-        arrays: PageArrays,
+        batch: PagedBatch,
         terms: AttentionTerms,
         *,
         keep_lse: bool = False,

@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.errors import UnsupportedModel
 from quire.kernels.backend import DEFAULT, AttentionBackend
 from quire.kernels.fields import SlotIndex
-from quire.kernels.page_arrays import PageArrays, StepTable, Trees
+from quire.kernels.page_arrays import Run, StepTable, Trees, shared_runs
 from quire.kernels.slots import Slots, flatten_ranges
 from quire.kernels.state import StateBatch
 from quire.spec.ids import Ids
@@ -23,9 +23,6 @@ from quire.upload import to_device
 T = TypeVar("T")
 Builds = dict[Hashable, Callable[["PagedBatch"], Any]]
 """What layers derive from a batch, by name."""
-
-Asked = tuple[Builds, dict[Hashable, Callable[[PageArrays], Any]]]
-"""What layers derive from a batch, and from its arrays."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -41,7 +38,8 @@ class PagedBatch:
     `parents` int32 `[T]`, of drafts that branch: the flat row that each row follows, -1 where that is its past. Such a
     row sees the past, the rows that it follows and itself; its position counts these. Without it, each row follows the
     one before it. Slots are in the order of rows all the same. `backend` computes attention. `table` has `frames` on
-    the device. `fixed` as in `PageArrays`. `ids` int64 `[R]` are the cache rows of sequences, which find hot buffers.
+    the device. `fixed`: the shapes of all that is derived follow from T alone, so that a CUDA graph can read it. `ids`
+    int64 `[R]` are the cache rows of sequences, which find hot buffers.
     """
 
     query_starts: Ids
@@ -80,19 +78,6 @@ class PagedBatch:
             parents=parents,
         )
 
-    @cached_property
-    def arrays(self) -> PageArrays:
-        """What kernels that read pages themselves take of this batch."""
-        return PageArrays(
-            self.query_starts,
-            self.context_lens,
-            self.frames,
-            self.parents,
-            self.page_size,
-            self.table,
-            fixed=self.fixed,
-        )
-
     @property
     def num_rows(self) -> int:
         """T: rows of the flat batch that belong to a sequence."""
@@ -109,10 +94,17 @@ class PagedBatch:
             return flatten_ranges(*self.spans())
         return np.repeat(self.spans()[0], np.diff(self.query_starts)) + self.trees.depths
 
-    @property
+    @cached_property
     def trees(self) -> Trees | None:
         """The trees of drafts that branch; None if all rows are chains."""
-        return self.arrays.trees
+        return None if self.parents is None else Trees.of(self.parents, self.query_starts.astype(np.int64))
+
+    def shared_runs(self, full_pages: Slots, name: Hashable) -> list[Run]:
+        """Runs of pages that sequences share, of the first `full_pages[r]` pages of each (`shared_runs`). They are kept
+        with a `table`, for attention of this `name`."""
+        if self.table is None:
+            return list(shared_runs(self.frames, full_pages, self.page_size))
+        return self.table.shared_runs(self.frames, full_pages, self.page_size, name)
 
     def refuse_trees(self, what: str) -> None:
         """Raise UnsupportedModel if drafts of this batch branch, which `what` cannot compute."""
@@ -179,20 +171,13 @@ class PagedBatch:
         found: T = self._derived[name]
         return found
 
-    @property
-    def asked(self) -> Asked:
-        """What layers have derived from this batch."""
-        return self.builds, self.arrays.builds
 
-
-def derive(batches: Sequence[PagedBatch | StateBatch], asked: Sequence[Asked | None], device: torch.device) -> None:
+def derive(batches: Sequence[PagedBatch | StateBatch], asked: Sequence[Builds | None], device: torch.device) -> None:
     """Derive now what layers will ask for, so that its arrays are in one copy (`Upload`). `asked` is what
     they asked of other batches; None: not known."""
     for batch, known in zip(batches, asked, strict=True):
         if isinstance(batch, StateBatch):
             batch.runs(device)
         elif known is not None:
-            for name, build in known[0].items():
+            for name, build in known.items():
                 batch.derived(name, build)
-            for name, of_arrays in known[1].items():
-                batch.arrays.derived(name, of_arrays)

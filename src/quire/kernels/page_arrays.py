@@ -1,14 +1,11 @@
-"""PageArrays: the host arrays of a step that kernels read pages by, and page tables that are on the device already.
-
-Also what follows from them: runs of pages that sequences share, and the trees of drafts that branch.
-"""
+"""What kernels that read pages take of a step: page tables that are on the device already, runs of pages that sequences
+share, and the trees of drafts that branch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, TypeVar
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -19,7 +16,6 @@ from quire.spec.ids import Bools, Ids
 MIN_SHARED_TOKENS = 256
 """Reads that a shared run must save (tokens times readers beyond the first) to be read once."""
 
-T = TypeVar("T")
 Run = tuple[Slots, int, int]
 """Sequences, and the first page and the end of the pages that they share."""
 
@@ -44,6 +40,17 @@ class StepTable:
         """The table with further sequences up to `size`, which have the last row."""
         pads = np.full(size - len(self.rows), len(self.device) - 1, dtype=np.int64)
         return replace(self, rows=np.concatenate((self.rows, pads)))
+
+    def shared_runs(self, frames: Ids, full_pages: Slots, page_size: int, name: Hashable) -> list[Run]:
+        """The module's `shared_runs`. Runs of the step before with this `name` stay as long as the batch has the same
+        sequences and its full pages do not change, so that a decode step compares no pages."""
+        kept: _Kept | None = self.kept.get(name)
+        if kept is not None and kept.hold(self, full_pages):
+            runs = kept.runs
+        else:
+            runs = list(shared_runs(frames, full_pages, page_size))
+        self.kept[name] = _Kept(self.number, self.rows, full_pages, runs)
+        return runs
 
     def has_changed(self, full_pages: Slots) -> bool:
         """Whether this step changed one of the first `full_pages[r]` entries of a sequence. Pages that requests append
@@ -115,51 +122,6 @@ class Trees:
         columns = np.clip(numbers, -1, self.sees.shape[1] - 2)
         found: Bools = self.sees[rows[:, :, None], columns[:, None, :]]
         return found
-
-
-@dataclass(frozen=True, eq=False)
-class PageArrays:
-    """The arrays of a `PagedBatch`, not copied. `starts` int32 `[R + 1]`: rows `starts[r]:starts[r + 1]` are those of
-    sequence r, the last of its `contexts[r]` tokens. `frames` int32 `[R, max_pages]`, `parents` int32 `[T]` or None.
-    `table` has the frames too, if they are on the device. `fixed`: the shapes of all that is derived follow from T
-    alone, so that a CUDA graph can read it."""
-
-    starts: Ids
-    contexts: Ids
-    frames: Ids
-    parents: Ids | None
-    page_size: int
-    table: StepTable | None = None
-    fixed: bool = False
-    _derived: dict[Hashable, Any] = field(default_factory=dict, repr=False, init=False)
-    builds: dict[Hashable, Callable[[PageArrays], Any]] = field(default_factory=dict, repr=False, init=False)
-
-    def derived(self, name: Hashable, build: Callable[[PageArrays], T]) -> T:
-        """The result of `build`; built on first use, then shared by all layers of the step."""
-        if name not in self._derived:
-            self.builds[name] = build
-            self._derived[name] = build(self)
-        found: T = self._derived[name]
-        return found
-
-    @cached_property
-    def trees(self) -> Trees | None:
-        """The trees of the batch; None if all rows are chains."""
-        return None if self.parents is None else Trees.of(self.parents, self.starts.astype(np.int64))
-
-    def shared_runs(self, full_pages: Slots, name: Hashable) -> list[Run]:
-        """The module's `shared_runs`. With a `table`, runs of the step before with this `name` stay as long as the
-        batch has the same sequences and its full pages do not change, so that a decode step compares no pages."""
-        table = self.table
-        if table is None:
-            return list(shared_runs(self.frames, full_pages, self.page_size))
-        kept: _Kept | None = table.kept.get(name)
-        if kept is not None and kept.hold(table, full_pages):
-            runs = kept.runs
-        else:
-            runs = list(shared_runs(self.frames, full_pages, self.page_size))
-        table.kept[name] = _Kept(table.number, table.rows, full_pages, runs)
-        return runs
 
 
 def shared_runs(frames: Ids, full_pages: Slots, page_size: int) -> Iterator[tuple[Slots, int, int]]:

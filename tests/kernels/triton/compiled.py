@@ -122,7 +122,7 @@ def compile_config(config: Config, found: Callable[[str, Any, dict[str, Any]], N
     key = fields.parts()[0]
     new = torch.zeros(101, kv_heads, first, dtype=config.dtype)
     write.write_rows(key, torch.from_numpy(batch.slots).long(), new[:, 0] if config.latents else new)
-    kernel.pages(query, fields.parts(), batch.arrays, AttentionTerms(scale=0.1, softcap=config.softcap, sinks=sinks))
+    kernel.pages(query, fields.parts(), batch, AttentionTerms(scale=0.1, softcap=config.softcap, sinks=sinks))
     if config.latents:
         slots = torch.zeros(101, 2048, dtype=torch.int64)
         kernel.selected(query, fields.parts(), slots, slots > 0, AttentionTerms(scale=0.1))
@@ -228,7 +228,7 @@ def check_kinds() -> Iterator[tuple[str, bool, bool]]:
                 write.write_rows(field, torch.from_numpy(batch.slots).long(), new)
             for given in (None, sinks[:8], sinks[1:]):
                 terms = AttentionTerms(scale=0.1, sinks=given)
-                made.pages(query, both, batch.arrays, terms, keep_lse=given is None)
+                made.pages(query, both, batch, terms, keep_lse=given is None)
             slots = torch.zeros(sum(news), 512 + 64 * (head == 64) + row % 2, dtype=torch.int64)
             made.selected(query, both, slots, slots > 0, AttentionTerms(scale=0.1))
     yield from lines

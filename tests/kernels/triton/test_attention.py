@@ -127,7 +127,7 @@ def test_a_shared_run_is_read_once():
     from quire.kernels.triton.tasks import Blocks, plan_tasks
 
     case = PagedCase([(2112, 1)] * 16, page_size=16, shared=2048)
-    plan = plan_tasks(case.batch.arrays, 0, Blocks(8, 32, 2, 1), torch.device("cpu"), chunked=False)
+    plan = plan_tasks(case.batch, 0, Blocks(8, 32, 2, 1), torch.device("cpu"), chunked=False)
     tasks = plan.arrays["tasks"].view(-1, 5)
     assert int((tasks[:, 3] - tasks[:, 2]).sum()) == 2048 + 16 * 64
     check_case(case)
@@ -141,7 +141,7 @@ def test_parts_that_take_too_much_memory_are_not_made(monkeypatch):
     case = PagedCase([(340, 12)] * 4, page_size=16, shared=320)
     for most, expected in ((96, 96), (95, 0)):
         blocks = Blocks(8, 32, 2, 1, most)
-        assert plan_tasks(case.batch.arrays, 0, blocks, torch.device("cpu"), chunked=False).num_parts == expected
+        assert plan_tasks(case.batch, 0, blocks, torch.device("cpu"), chunked=False).num_parts == expected
     monkeypatch.setattr(attention, "PARTS_BYTES", 100)
     check_case(case)
 
@@ -151,7 +151,7 @@ def test_keys_are_cut_until_the_device_is_busy():
 
     case = PagedCase([(4000, 1), (100, 1)], page_size=16)
     for wanted, tasks in ((1, 2), (8, 5), (1000, 17)):
-        plan = plan_tasks(case.batch.arrays, 0, Blocks(8, 32, 2, wanted), torch.device("cpu"), chunked=False)
+        plan = plan_tasks(case.batch, 0, Blocks(8, 32, 2, wanted), torch.device("cpu"), chunked=False)
         assert plan.num_tasks == tasks
 
 

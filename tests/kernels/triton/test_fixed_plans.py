@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels.page_arrays import PageArrays
+from quire.kernels.batch import PagedBatch
 from quire.kernels.triton.tasks import Blocks, TaskPlan, plan_tasks
 from tests.kernels.paged_case import PagedCase, Shape
 from tests.kernels.triton.triton_case import check_case
@@ -21,7 +21,7 @@ BLOCKS = (
 )
 
 
-def decode(lengths: list[int], parents: list[int], depths: list[int], pads: int) -> PageArrays:
+def decode(lengths: list[int], parents: list[int], depths: list[int], pads: int) -> PagedBatch:
     """Sequence i of `lengths[i]` tokens begins with `depths[i]` pages of sequence `parents[i]`."""
     width = max(-(-length // PAGE) for length in lengths)
     frames = np.zeros((len(lengths) + pads, width), dtype=np.int32)
@@ -33,7 +33,9 @@ def decode(lengths: list[int], parents: list[int], depths: list[int], pads: int)
         shared = min(depths[at], (length - 1) // PAGE, (lengths[parents[at] % (at + 1)] - 1) // PAGE)
         frames[at, :shared] = frames[parents[at] % (at + 1), :shared]
     contexts = np.array(lengths + [1] * pads, dtype=np.int32)
-    return PageArrays(np.arange(len(contexts) + 1, dtype=np.int32), contexts, frames, None, PAGE, fixed=True)
+    batch = PagedBatch.of(frames, contexts - 1, contexts, PAGE)
+    batch.fixed = True
+    return batch
 
 
 def shapes(plan: TaskPlan) -> object:
@@ -45,11 +47,11 @@ def shapes(plan: TaskPlan) -> object:
     ]
 
 
-def check_plan(arrays: PageArrays, window: int, blocks: Blocks) -> None:
-    plan = plan_tasks(arrays, window, blocks, torch.device("cpu"), chunked=False)
-    rows = len(arrays.contexts)
+def check_plan(batch: PagedBatch, window: int, blocks: Blocks) -> None:
+    plan = plan_tasks(batch, window, blocks, torch.device("cpu"), chunked=False)
+    rows = len(batch.context_lens)
     found = {name: tensor.numpy() for name, tensor in plan.arrays.items()}
-    seen = [np.zeros(int(context), dtype=np.int64) for context in arrays.contexts]
+    seen = [np.zeros(int(context), dtype=np.int64) for context in batch.context_lens]
     places: list[list[int]] = [[] for _ in range(rows)]
     for number, (at, count, first, stop, sequence) in enumerate(found["tasks"].reshape(-1, 5).tolist()):
         assert count <= (blocks.small if number < plan.num_small else blocks.large)
@@ -59,9 +61,9 @@ def check_plan(arrays: PageArrays, window: int, blocks: Blocks) -> None:
             begin, end = max(first, low), min(stop, high + 1)
             seen[row][begin:end] += 1
             pages = slice(begin // PAGE, -(-end // PAGE))
-            assert begin >= end or (arrays.frames[sequence, pages] == arrays.frames[row, pages]).all()
+            assert begin >= end or (batch.frames[sequence, pages] == batch.frames[row, pages]).all()
             places[row].append(int(found["places"][entry]))
-    for counted, context in zip(seen, arrays.contexts.tolist(), strict=True):
+    for counted, context in zip(seen, batch.context_lens.tolist(), strict=True):
         low = max(0, context - window) if window else 0
         assert not counted[:low].any() and (counted[low:] == 1).all(), "each key once"
     merges = found["merges"].reshape(-1, 3).tolist()

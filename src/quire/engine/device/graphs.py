@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire.kernels.batch import Asked, PagedBatch, derive
+from quire.kernels.batch import Builds, PagedBatch, derive
 from quire.kernels.state import StateBatch
 from quire.models.forward import RunningForward
 from quire.plan.devices import graph_bytes
@@ -67,7 +67,7 @@ class DecodeGraph:
     size: int
     graph: torch.cuda.CUDAGraph
     inputs: FixedUpload
-    asked: Sequence[Asked | None]
+    asked: Sequence[Builds | None]
     logits: Tensor
 
 
@@ -239,7 +239,7 @@ class DecodeGraphs:
                 logits = self._logits[:size].copy_(logits)
         return DecodeGraph(size, graph, inputs, asked, logits), self._reserved() - before
 
-    def _warm_up(self, size: int) -> list[Asked | None]:
+    def _warm_up(self, size: int) -> list[Builds | None]:
         """Eager passes of pads; what layers derive from their batches."""
         steps = self._steps
         before = steps.backend.fallbacks.copy()
@@ -251,7 +251,7 @@ class DecodeGraphs:
                 steps.model.run(RunningForward(steps.pools, batches), *given)
         if fallbacks := steps.backend.fallbacks - before:
             raise OtherShapes(f"torch's operators compute attention ({', '.join(fallbacks)})")
-        return [batch.asked if isinstance(batch, PagedBatch) else None for batch in batches]
+        return [batch.builds if isinstance(batch, PagedBatch) else None for batch in batches]
 
 
 class _OnlyUploads(TorchDispatchMode):  # type: ignore[no-untyped-call]

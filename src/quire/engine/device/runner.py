@@ -22,7 +22,7 @@ from quire.engine.host_memory import host_memory
 from quire.engine.messages import TokenLogprobs
 from quire.errors import OutOfPages
 from quire.kernels.backend import DEFAULT, AttentionBackend
-from quire.kernels.batch import Asked, PagedBatch, derive
+from quire.kernels.batch import Builds, PagedBatch, derive
 from quire.kernels.moves import Pieces
 from quire.kernels.state import StateBatch
 from quire.loop import ForwardPart
@@ -128,7 +128,7 @@ class ModelRunner:
         self._derives = device.type != "cpu" and hot_buffers_of(pools) is None
         self._loading = offload_of(cache).ahead.loads
         self._following = [at for at, group in enumerate(cache.groups) if not group.reach.in_place]
-        self._asked: list[Asked | None] = [None] * len(pools)  # what layers derived from the batches of the last step
+        self._asked: list[Builds | None] = [None] * len(pools)  # what layers derived from the batches of the last step
         self._slots: dict[int, Pieces] = {}  # key: group, once drafts were moved
         self._upload = Upload(device, 1 << 16)
         self._inference = torch.inference_mode()
@@ -193,7 +193,7 @@ class ModelRunner:
         else:
             logits = self.model.run(running, ids, positions, rows)
             if self._derives:
-                self._asked = [batch.asked if isinstance(batch, PagedBatch) else None for batch in batches]
+                self._asked = [batch.builds if isinstance(batch, PagedBatch) else None for batch in batches]
         drawn = None
         if places is not None:
             if limits := self._limits(step, previous):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -11,10 +12,12 @@ import torch
 from torch import Tensor
 
 from quire.kernels.fields import PagedField
-from quire.kernels.page_arrays import PageArrays
 from quire.kernels.terms import AttentionTerms
 from quire.spec.kv_format import KVFormat
 from quire.spec.layout import DType
+
+if TYPE_CHECKING:
+    from quire.kernels.batch import PagedBatch
 
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}
 _E2M1 = 5
@@ -55,19 +58,19 @@ class NativeAttention:
         self,
         query: Tensor,
         parts: Sequence[PagedField | None],
-        arrays: PageArrays,
+        batch: PagedBatch,
         terms: AttentionTerms,
         *,
         keep_lse: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        starts, contexts, frames = _int32(arrays.starts), _int32(arrays.contexts), _int32(arrays.frames)
-        parents = None if arrays.parents is None else _int32(arrays.parents)
+        starts, contexts, frames = _int32(batch.query_starts), _int32(batch.context_lens), _int32(batch.frames)
+        parents = None if batch.parents is None else _int32(batch.parents)
         call = self._call(query, parts, terms)
         call.starts, call.contexts, call.frames = starts.ctypes.data, contexts.ctypes.data, frames.ctypes.data
         call.parents = None if parents is None else parents.ctypes.data
         call.frame_row, call.sequences, call.rows = frames.shape[1], len(contexts), int(starts[-1])
         call.window, call.chunked = terms.window, terms.chunked
-        assert call.page_size == arrays.page_size, "frames have an entry for each token"
+        assert call.page_size == batch.page_size, "frames have an entry for each token"
         wide = None if terms.sinks is None or keep_lse else terms.sinks.float().contiguous()
         call.sinks = None if wide is None else wide.data_ptr()
         return self._run(call, query, keep_lse=keep_lse)

@@ -11,8 +11,8 @@ import torch
 import triton
 from torch import Tensor
 
+from quire.kernels.batch import PagedBatch
 from quire.kernels.fields import PagedField
-from quire.kernels.page_arrays import PageArrays
 from quire.kernels.terms import AttentionTerms
 from quire.kernels.triton.attend import attend_tasks, merge_parts
 from quire.kernels.triton.launch import Launch, hint, is_aligned
@@ -71,28 +71,28 @@ class TritonAttention:
         self,
         query: Tensor,
         parts: Sequence[PagedField | None],
-        arrays: PageArrays,
+        batch: PagedBatch,
         terms: AttentionTerms,
         *,
         keep_lse: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        prepared = self._prepared(query, parts, terms, trees=arrays.parents is not None)
+        prepared = self._prepared(query, parts, terms, trees=batch.parents is not None)
         # Alone: what is derived is kept for later steps, and would keep sinks.
         device, blocks, window, chunked = query.device, prepared.blocks, terms.window, terms.chunked
-        plan = arrays.derived(
+        plan = batch.derived(
             (TritonAttention, window, chunked, blocks, device),
-            lambda arrays: plan_tasks(arrays, window, blocks, device, chunked=chunked),
+            lambda batch: plan_tasks(batch, window, blocks, device, chunked=chunked),
         )
-        table, row = _table_of(arrays, device)
+        table, row = _table_of(batch, device)
         scratch = plan.scratch(prepared.heads, prepared.width, device)
         call = prepared.call(query, scratch, None if keep_lse else terms.sinks, keep_lse=keep_lse)
         if plan.num_rows < len(query):
             call.out[plan.num_rows :].zero_()
         with device_of(query):
             if plan.num_small:
-                prepared.attend(call, plan, (0, plan.num_small), (table, row, arrays.page_size))
+                prepared.attend(call, plan, (0, plan.num_small), (table, row, batch.page_size))
             if plan.num_small < plan.num_tasks:
-                prepared.attend(call, plan, (plan.num_small, plan.num_tasks), (table, row, arrays.page_size))
+                prepared.attend(call, plan, (plan.num_small, plan.num_tasks), (table, row, batch.page_size))
             if plan.num_merges:
                 prepared.merge(call, plan.num_merges, plan.arrays["merges"], 0)
         return call.out, call.lse
@@ -129,12 +129,12 @@ class TritonAttention:
         return found
 
 
-def _table_of(arrays: PageArrays, device: torch.device) -> tuple[Tensor, int]:
+def _table_of(batch: PagedBatch, device: torch.device) -> tuple[Tensor, int]:
     """Page tables on the device, and the entries from row to row. Those of an engine are there; others are sent."""
-    if arrays.table is not None:
-        return arrays.table.device, arrays.table.device.stride(0)
-    (sent,) = arrays.derived((TritonAttention, device), lambda arrays: to_device((arrays.frames,), device))
-    return sent, arrays.frames.shape[1]
+    if batch.table is not None:
+        return batch.table.device, batch.table.device.stride(0)
+    (sent,) = batch.derived((TritonAttention, device), lambda batch: to_device((batch.frames,), device))
+    return sent, batch.frames.shape[1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

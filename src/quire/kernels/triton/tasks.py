@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from quire import upload
-from quire.kernels.page_arrays import PageArrays
+from quire.kernels.batch import PagedBatch
 from quire.kernels.slots import Slots, flatten_ranges
 
 MIN_PIECE = 256
@@ -93,23 +93,23 @@ class Blocks:
     most_parts: int = 2**31
 
 
-def plan_tasks(arrays: PageArrays, window: int, blocks: Blocks, device: torch.device, *, chunked: bool) -> TaskPlan:
+def plan_tasks(batch: PagedBatch, window: int, blocks: Blocks, device: torch.device, *, chunked: bool) -> TaskPlan:
     """The plan for attention with `window` (0: everything), in one copy to `device`.
 
-    If the arrays are `fixed`, each of R sequences has one row, and all sizes follow from R and `blocks`: tasks without
+    If the batch is `fixed`, each of R sequences has one row, and all sizes follow from R and `blocks`: tasks without
     rows fill the space, every row has a part, and shared runs that find no space are read by each sequence.
     """
-    starts, contexts = arrays.starts.astype(np.int64), arrays.contexts.astype(np.int64)
-    sees = _Sight.of(arrays, starts, contexts, window, chunked=chunked)
-    tasks = _tasks(arrays, starts, contexts, sees, blocks, (window, chunked)).cut(blocks)
-    space = _Space.of(len(contexts), blocks) if arrays.fixed else None
+    starts, contexts = batch.query_starts.astype(np.int64), batch.context_lens.astype(np.int64)
+    sees = _Sight.of(batch, starts, contexts, window, chunked=chunked)
+    tasks = _tasks(batch, starts, contexts, sees, blocks, (window, chunked)).cut(blocks)
+    space = _Space.of(len(contexts), blocks) if batch.fixed else None
     if space is not None and not space.holds(tasks):
-        tasks = _tasks(arrays, starts, contexts, sees, blocks, None).cut(blocks)
+        tasks = _tasks(batch, starts, contexts, sees, blocks, None).cut(blocks)
     places, merges, num_parts = tasks.places(len(sees.lows), whole=space is None)
     if space is None and num_parts > blocks.most_parts:
-        tasks = _tasks(arrays, starts, contexts, sees, blocks, None).cut(blocks)
+        tasks = _tasks(batch, starts, contexts, sees, blocks, None).cut(blocks)
         places, merges, num_parts = tasks.places(len(sees.lows))
-    tables = tasks.sequences if arrays.table is None else arrays.table.rows[tasks.sequences]
+    tables = tasks.sequences if batch.table is None else batch.table.rows[tasks.sequences]
     table = np.stack((tasks.at, tasks.counts, tasks.firsts, tasks.stops, tables), axis=1)
     num_small, rows = int(np.count_nonzero(~tasks.large)), tasks.rows
     if space is not None:
@@ -181,12 +181,12 @@ class _Sight:
     words: _Int32
 
     @classmethod
-    def of(cls, arrays: PageArrays, starts: Slots, contexts: Slots, window: int, *, chunked: bool) -> _Sight:
+    def of(cls, batch: PagedBatch, starts: Slots, contexts: Slots, window: int, *, chunked: bool) -> _Sight:
         counts = np.diff(starts)
         owners = np.repeat(np.arange(len(counts)), counts)
         pasts = (contexts - counts)[owners]
         highs = pasts + np.arange(starts[-1]) - starts[owners]
-        trees = arrays.trees
+        trees = batch.trees
         positions = highs if trees is None else pasts + trees.depths
         if not window:
             lows = np.zeros_like(positions)
@@ -274,20 +274,20 @@ class _Tasks:
         return np.where(begins[self.rows] >= 0, places, -1), merges, int(parts[several].sum())
 
 
-def _tasks(arrays: PageArrays, starts: Slots, contexts: Slots, sees: _Sight, blocks: Blocks, name: Hashable) -> _Tasks:
+def _tasks(batch: PagedBatch, starts: Slots, contexts: Slots, sees: _Sight, blocks: Blocks, name: Hashable) -> _Tasks:
     """Tasks before they are cut. `name` says which attention of a batch this is; None: runs that sequences share are
     read by each of them."""
     counts = np.diff(starts)
     done = np.zeros_like(contexts)
     shared: list[tuple[Slots, int, int, int]] = []
     if len(counts) > 1 and name is not None:
-        full = (contexts - counts) // arrays.page_size
+        full = (contexts - counts) // batch.page_size
         late = np.concatenate(([0], np.cumsum(sees.lows > 0)))  # a window has moved past the first token
         full = np.where((counts == 0) | (late[starts[1:]] > late[starts[:-1]]), 0, full)
-        for members, first, stop in arrays.shared_runs(full, name):
+        for members, first, stop in batch.shared_runs(full, name):
             rows = flatten_ranges(starts[members], starts[members + 1])
-            shared.append((rows, first * arrays.page_size, stop * arrays.page_size, int(members[0])))
-            done[members] = stop * arrays.page_size
+            shared.append((rows, first * batch.page_size, stop * batch.page_size, int(members[0])))
+            done[members] = stop * batch.page_size
     per = np.where(counts <= blocks.small, blocks.small, blocks.large)
     num = -(-counts // per)
     sequences = np.repeat(np.arange(len(counts)), num)
