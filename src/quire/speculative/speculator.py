@@ -95,7 +95,7 @@ class Speculator(Part):
         self._num_drawing = self._num_drawn = 0  # works that drew, and the tokens they got
         self._per_position: Lengths = np.zeros(most, dtype=np.int64)
         self._began = 0.0  # when the turn began, by `time.perf_counter`
-        self._searched_s = 0.0  # of it, until drafts were found
+        self._searched_s = 0.0  # what a search for drafts took in this turn
 
     def attach(self, loop: Loop) -> None:
         self._overlaps = loop.overlaps
