@@ -19,8 +19,7 @@ from bench.peers.worker import answer_requests
 from prometheus_client import REGISTRY
 from vllm import LLM, SamplingParams
 
-from quire.testing.stores.faulty_store import LIES, FaultyStore
-from quire.testing.stores.wrapped_store import SlowStore, WrappedStore
+from quire.testing.stores.wrapped_store import LIES, FaultyStore, SlowStore, WrappedStore
 from quire.tiers.store import Record, Store
 from quire.tiers.stores.registry import open_store, register_store
 

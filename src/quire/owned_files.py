@@ -31,9 +31,9 @@ def check_file(path: Path) -> None:
         return
 
 
-def open_owned(path: Path, flags: int, mode: int = 0o600) -> int:
+def open_owned(path: Path, flags: int) -> int:
     """A descriptor of the file, not inherited; the caller closes it. Raises OSError, for a foreign file EPERM."""
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         _check(path, os.fstat(descriptor))
     except OSError:

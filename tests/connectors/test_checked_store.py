@@ -22,8 +22,7 @@ from quire.connectors.checked_store import CheckedStore, ChunkKey
 from quire.errors import InvalidInput
 from quire.memory.record import HEADER_BYTES, RecordFormat
 from quire.testing.stores.dict_store import DictStore
-from quire.testing.stores.faulty_store import LIES, FaultyStore
-from quire.testing.stores.wrapped_store import WrappedStore
+from quire.testing.stores.wrapped_store import LIES, FaultyStore, WrappedStore
 from quire.tiers.scope_facts import facts_key, read_facts, write_facts
 from quire.tiers.store import Answer, Record, RecordViews, Store, StoreKey, write_record
 from quire.tiers.stores.directory import DirectoryStore

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire.testing.stores import Fault, FaultyStore, SlowStore
-from quire.testing.stores.faulty_store import LIES
+from quire.testing.stores.wrapped_store import LIES
 from quire.tiers.store import Store
 from tests.changes import TIERS, slow_unless_changed
 from tests.engine.running import run

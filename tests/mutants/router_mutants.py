@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.observe.kv_batch import KvEvent
-from quire.routing.event_order import EventOrder
-from quire.routing.page_index import PageIndex
+from quire.routing.page_index import EventOrder, PageIndex
 from quire.sim.routers import SimulatedPublisher
 from tests.mutants.mutants import Patch, mutant
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from quire.observe.kv_batch import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
-from quire.routing.event_order import EventOrder
-from quire.routing.page_index import PageIndex
+from quire.routing.page_index import EventOrder, PageIndex
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 

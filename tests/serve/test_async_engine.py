@@ -79,7 +79,7 @@ def test_answers_refusals_and_aborts() -> None:
             assert await text_of(engine, "abcdef", max_tokens=100, stop=["fab"]) == "abcde"
             stream = await engine.submit("ab", SamplingParams(n=2, max_tokens=3))
             assert sorted([d.index async for d in stream]) == [0, 0, 0, 1, 1, 1]
-            assert [o.text for o in stream.output().outputs] == ["aba", "aba"]
+            assert [o.text for o in stream.request.output().outputs] == ["aba", "aba"]
             before = (await engine.statistics())["aborted_requests"]
             generator = engine.generate("abc", SamplingParams(max_tokens=None, n=2))
             await anext(generator)

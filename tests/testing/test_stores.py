@@ -12,7 +12,7 @@ from quire.testing.contracts.records import make_keys, make_record, read, write
 from quire.testing.contracts.store import StoreContract
 from quire.testing.contracts.store_model import StoreModel
 from quire.testing.stores import DictStore, Fault, FaultyStore, SlowStore
-from quire.testing.stores.faulty_store import LIES
+from quire.testing.stores.wrapped_store import LIES
 from quire.tiers.store import Answer, Store, StoreKey
 from quire.tiers.stores.directory import DirectoryStore
 from tests.tiers.stores.directory_medium import DirectoryMedium

@@ -32,7 +32,6 @@ class PooledSequence(SequenceAssembler):
         return super().push(output)
 
     def completion(self) -> CompletionOutput:
-        """The answer as it is now."""
         found = super().completion()
         found.pooled = self._pooled
         return found

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 from quire.client.output import SequenceDelta
-from quire.client.request_assembler import RequestAssembler, RequestOutput
+from quire.client.request_assembler import RequestAssembler
 from quire.engine.messages import TokenOutput
 from quire.errors import QuireError
 
@@ -62,10 +62,6 @@ class RequestStream:
         while found := await self.take():
             for delta in found:
                 yield delta
-
-    def output(self) -> RequestOutput:
-        """All deltas so far, joined."""
-        return self.request.output()
 
     def close(self) -> None:
         """Abort what still runs and remove the request. Idempotent."""

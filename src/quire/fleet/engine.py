@@ -21,8 +21,7 @@ from ray.serve.handle import DeploymentHandle
 from quire.errors import NoServer, QuireError
 from quire.fleet.config import FleetConfig
 from quire.fleet.deployments import MARGIN_S
-from quire.fleet.discovery import EVERY_S, upstreams_of
-from quire.fleet.loopback import keep_on_loopback
+from quire.fleet.replicas import EVERY_S, keep_on_loopback, upstreams_of
 from quire.fleet.scaling import IN_FLIGHT
 from quire.routing.member import Member, environment_for
 from quire.routing.router import check, open_client

@@ -14,8 +14,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from quire.fleet.config import FleetConfig
-from quire.fleet.discovery import EVERY_S, upstreams_of
-from quire.fleet.loopback import keep_on_loopback
+from quire.fleet.replicas import EVERY_S, keep_on_loopback, upstreams_of
 from quire.routing.router import Router, open_client
 from quire.routing.tracing import open_routes
 from quire.routing.upstream import Upstream

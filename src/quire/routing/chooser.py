@@ -19,8 +19,7 @@ import numpy as np
 from starlette.requests import Request
 
 from quire.observe.kv_batch import AllBlocksCleared, BlockStored, KvBatch, KvEvent
-from quire.routing.event_order import EventOrder
-from quire.routing.page_index import PageIndex
+from quire.routing.page_index import EventOrder, PageIndex
 from quire.routing.relay import passed_on
 from quire.routing.upstream import Preference, Upstream, preference_of
 from quire.serve.journal import TOKENS, PromptTokens

@@ -1,8 +1,9 @@
-"""PageIndex: how much of a prompt each engine has, by the events that engines publish (`quire.observe.kv_batch`)."""
+"""What engines publish (`quire.observe.kv_batch`): events in their order, and an index of the pages they tell of."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import xxhash
@@ -14,8 +15,45 @@ from quire.spec.ids import Ids, Tier
 _GPU = MEDIA[Tier.DEVICE]
 
 
+@dataclass(slots=True)
+class EventOrder:
+    """Puts the batches of one engine in order, which may be lost, late, or come twice. `next` is the number of the
+    first that was not taken yet."""
+
+    next: int = 0
+    _early: dict[int, Sequence[KvEvent]] = field(default_factory=dict)
+    _is_asked: bool = False
+
+    def receive(self, number: int, events: Sequence[KvEvent]) -> list[KvEvent]:
+        """A batch has come: the events that can be applied now."""
+        if number >= self.next:
+            self._early[number] = events
+        found: list[KvEvent] = []
+        while (batch := self._early.pop(self.next, None)) is not None:
+            found += batch
+            self.next += 1
+        return found
+
+    def asks(self, known: int = 0) -> int | None:
+        """The number from which on the engine should tell everything again; None while nothing is missing, or it was
+        asked already. The engine is known to have published the numbers before `known`."""
+        if self._is_asked or not (self._early or known > self.next):
+            return None
+        self._is_asked = True
+        return self.next
+
+    def told_again(self, batches: Sequence[tuple[int, Sequence[KvEvent]]]) -> list[KvEvent]:
+        """The answer to `asks`: the events that can be applied now. What is not in it is not kept any more, or never
+        was: numbers of an engine that was started again begin higher."""
+        self._is_asked = False
+        self.next = max(self.next, min((number for number, _ in (*batches, *self._early.items())), default=0))
+        self._early = {number: batch for number, batch in self._early.items() if number >= self.next}
+        return [event for batch in batches for event in self.receive(*batch)]
+
+
 class PageIndex:
-    """Pages of engines, which are numbered from 0. Pages of other sizes than `page_size` are ignored.
+    """How much of a prompt each engine has. Engines are numbered from 0. Pages of other sizes than `page_size` are
+    ignored.
 
     A page has a key, a hash of all tokens up to its end and of whose they are. So a prompt is looked up without the
     hashes of engines, and these need not agree on them. A page whose parent is unknown, because events were missed,

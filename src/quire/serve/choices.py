@@ -150,19 +150,15 @@ class TextChoices(ChoiceForm):
         self._num_characters: dict[int, int] = {}  # key: choice; characters of the tokens shown
 
     def content(self, index: int, part: CompletionOutput) -> dict[str, object]:
-        """The text."""
         return {"text": part.text} | (_prompt_logprobs(part) if self._scores else {})
 
     def chunks(self, index: int, delta: SequenceDelta, *, at_least: int) -> list[dict[str, object]]:
-        """The new text."""
         return [{"text": delta.text}] if delta.text or at_least else []
 
     def plain(self, index: int, text: str) -> dict[str, object]:
-        """The new text."""
         return {"text": text}
 
     def logprobs(self, index: int, part: CompletionOutput) -> dict[str, Any] | None:
-        """Log probabilities of the positions that follow those given before."""
         if self._num_top is None:
             return None
         tokens, offsets, at = list[str](), list[int](), self._num_characters.get(index, 0)
@@ -233,7 +229,6 @@ class MessageChoices(ChoiceForm):
         self._readers: dict[int, AnswerReader] = {}  # key: choice, from its first chunk on
 
     def reader_of(self, index: int) -> AnswerReader | None:
-        """The reader of a choice; None if there was nothing to read."""
         return self._readers.get(index)
 
     def whole(self, generation: Generation, outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
@@ -241,7 +236,6 @@ class MessageChoices(ChoiceForm):
         return super().whole(generation, outputs) | _prompt_logprobs(outputs[0])
 
     def content(self, index: int, part: CompletionOutput) -> dict[str, object]:
-        """The message."""
         reader = self._readers[index] = self._reader()
         found = ReadAnswer.of(reader.whole(part.text))
         message: dict[str, object] = {"role": "assistant", "content": found.content, "refusal": None}
@@ -253,7 +247,6 @@ class MessageChoices(ChoiceForm):
         return {"message": message} | _finish(part, reader)
 
     def chunks(self, index: int, delta: SequenceDelta, *, at_least: int) -> list[dict[str, object]]:
-        """The new part of the message."""
         found: list[dict[str, object]] = []
         reader = self._readers.get(index)
         if reader is None:

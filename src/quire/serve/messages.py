@@ -86,11 +86,9 @@ class MessageForm(AnswerForm):
         self.at_end: Callable[[], None] = lambda: None
 
     def reader_of(self, index: int) -> AnswerReader:
-        """The one reader."""
         return self._reader
 
     def whole(self, generation: Generation, outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
-        """The message."""
         [part] = outputs
         events = [event for piece in self._reader.whole(part.text) for event in self._blocks.add(piece)]
         message = _message(generation) | {"content": content_of([*events, *self._blocks.end()])}
@@ -105,7 +103,6 @@ class MessageForm(AnswerForm):
         return _sent([*self._blocks.end(), stop, {"type": "message_stop"}])
 
     def failure(self, generation: Generation, error: QuireError) -> bytes:
-        """The error."""
         return ANTHROPIC.last_events(ANTHROPIC.body(error, self._request_id))
 
     def events(self, generation: Generation, index: int, delta: SequenceDelta) -> bytes:

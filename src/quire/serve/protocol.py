@@ -321,7 +321,6 @@ class GenerationBody(ModelBody, FormFields):
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def check(self) -> None:
-        """See `RequestBody`."""
         super().check()
         if self.stream and self.prompt_logprobs is not None:
             raise BadField("prompt_logprobs cannot be streamed.", param="prompt_logprobs", fix="leave stream out.")
@@ -361,7 +360,6 @@ class CompletionBody(GenerationBody):
             raise BadField("an echo with logprobs cannot be streamed with n > 1.", param="n", fix="leave stream out.")
 
     def terms(self, deadline: float | None) -> Terms:
-        """See `GenerationBody`."""
         return replace(super().terms(deadline), echo=bool(self.echo))
 
     def prompts(self) -> list[str | list[int]]:

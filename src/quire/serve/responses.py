@@ -84,11 +84,9 @@ class ResponseForm(AnswerForm):
         self._num_events = 0
 
     def reader_of(self, index: int) -> AnswerReader:
-        """The one reader."""
         return self._reader
 
     def whole(self, generation: Generation, outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
-        """The answer."""
         [part] = outputs
         self._begin(generation)
         self._read(part, self._reader.whole(part.text))

@@ -278,7 +278,6 @@ class ResponsesBody(ModelBody):
     chat_template_kwargs: TemplateVariables | None = field("Variables of the model's chat template.")
 
     def check(self) -> None:
-        """Refuse fields that would change the answer if they were ignored."""
         for name in ("previous_response_id", "conversation"):
             if (self.model_extra or {}).get(name):
                 fix = f"send the whole conversation as input, without {name}."

@@ -106,7 +106,6 @@ class GenerateForm(AnswerForm):
         return self._with(generation, outputs[0])
 
     def events(self, generation: Generation, index: int, delta: SequenceDelta) -> bytes:
-        """The answer so far."""
         answer, num = self._with(generation, delta), len(self._ids)
         if delta.finish_reason is None and num - self._num_sent < num // 256:
             return b""

@@ -49,7 +49,6 @@ class Shares:
     def __init__(
         self, *, most_open: int, most_begun: int, have_names: bool, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.num_refused = 0
         self._most_open = most_open
         self._most_begun = most_begun
         self._have_names = have_names
@@ -70,7 +69,6 @@ class Shares:
         share = self._most_open / len(self._came_at)
         over = max(num_open + count - self._most_open, math.ceil(self._open[client] + count - share))
         if over > 0 and (num_open if len(self._came_at) == 1 else self._open[client]):
-            self.num_refused += 1
             what = f"{num_open} sequences are open of {self._most_open}"
             more = f", {self._open[client]} of them this client's" if len(self._came_at) > 1 else ""
             wait_s = self.wait_s(over + self._refused[client])

@@ -13,8 +13,7 @@ import numpy as np
 from quire.loop import Part
 from quire.observe.kv_batch import KvBatches, KvEvent
 from quire.observe.kv_publisher import MOST_KEPT
-from quire.routing.event_order import EventOrder
-from quire.routing.page_index import PageIndex
+from quire.routing.page_index import EventOrder, PageIndex
 from quire.routing.upstream import Upstream, preference_of, preferred
 from quire.sim.arrivals import Inbox
 from quire.sim.replay import Replay

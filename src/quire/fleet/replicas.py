@@ -1,10 +1,16 @@
-"""What replicas say of their servers. Nothing keeps a list of them: Serve's controller does, and replicas are asked."""
+"""Replicas of Serve: what they say of their servers, and where they listen.
+
+Nothing keeps a list of them: Serve's controller does, and replicas are asked.
+"""
 
 from __future__ import annotations
 
 import logging
 from typing import Any
 
+import grpc
+import grpc.aio
+import ray
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
@@ -16,6 +22,7 @@ EVERY_S = 1.0
 """Seconds between two questions."""
 
 _ANSWER_S = 5.0
+_LOOPBACK, _ALL = "127.0.0.1", "[::]"
 
 
 async def upstreams_of(replicas: DeploymentHandle[Any]) -> list[Upstream] | None:
@@ -28,3 +35,18 @@ async def upstreams_of(replicas: DeploymentHandle[Any]) -> list[Upstream] | None
         logger.warning("replicas of %s are not known now: %r", replicas.deployment_name, error)
         return None
     return [answer for answer in answers if isinstance(answer, Upstream)]
+
+
+def keep_on_loopback() -> None:
+    """Replicas of Serve listen for each other on all interfaces, whatever the address of their node. Where that is the
+    loopback address, this process does not. Call it in a replica's constructor: it listens after that."""
+    if ray.util.get_node_ip_address() != _LOOPBACK:
+        return
+    kind = type(grpc.aio.server())
+    listen = kind.add_insecure_port
+
+    def on_loopback(self: grpc.aio.Server, address: str) -> int:
+        port: int = listen(self, address.replace(_ALL, _LOOPBACK))
+        return port
+
+    kind.add_insecure_port = on_loopback
