@@ -27,6 +27,11 @@ class QuireError(Exception):
         self.fix = fix
         super().__init__(f"{self.code}: {message}" + (f" Fix: {fix}" if fix else ""))
 
+    def to_json(self) -> str:
+        """What a command with --json ends with; `start_error` reads it."""
+        told = {"message": self.message, "fix": self.fix, "code": self.code, "exit_code": self.exit_code}
+        return json.dumps({"error": told})
+
 
 class InvalidInput(QuireError, ValueError):
     """A setting, request body, file or argument that cannot be understood or is out of range."""

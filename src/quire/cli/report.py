@@ -176,8 +176,7 @@ def _defect(error: Exception) -> QuireError:
 def _show_error(error: QuireError, *, as_json: bool) -> None:
     """What failed, what would help and the code to search for."""
     if as_json:
-        body = {"message": error.message, "fix": error.fix, "code": error.code, "exit_code": error.exit_code}
-        print(json.dumps({"error": body}), file=sys.stderr)
+        print(error.to_json(), file=sys.stderr)
         return
     text = Text(error.message)
     if error.fix:

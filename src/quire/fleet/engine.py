@@ -6,7 +6,6 @@ Requests reach the server over HTTP. So a replica that dies cuts no stream: its 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import secrets
 import signal
@@ -63,8 +62,7 @@ class Engine:
             self._member = Member(upstream=upstream, options=options, environment=environment_for(engine, own))
             summary = await self._member.start(_tell)
         except QuireError as error:
-            said = {"message": error.message, "fix": error.fix, "code": error.code, "exit_code": error.exit_code}
-            raise RuntimeError(START_ERROR + json.dumps({"error": said})) from None
+            raise RuntimeError(START_ERROR + error.to_json()) from None
         upstream.url = summary["url"]
         upstream.listens = summary["transfer"]["address"]
         self._client = open_client()

@@ -59,18 +59,17 @@ class Reason:
 @dataclass(frozen=True, slots=True)
 class FromPeer:
     """Tokens `start .. stop - 1` of a prompt were asked of `peer`, "" if there was none, and those before `end`
-    arrived. `why` says why not all of them."""
+    arrived. `why` says what became of the rest."""
 
     peer: str
     start: int
     end: int
     stop: int
-    why: str = ""
+    why: str
 
     def why_here(self) -> str:
         """Why the rest is computed here."""
-        asked = f"asked {self.peer}: " if self.peer else ""
-        return f"computed here; {asked}{self.why or 'it did not arrive'}"
+        return f"computed here; {self.why}"
 
 
 def arrived_tokens(asked: Iterable[FromPeer], start: int, stop: int) -> dict[str, int]:

@@ -148,7 +148,8 @@ class Prefetching:
         for each in request.prefetched:
             if each.ask is not None:
                 start, end, stop = (at * size for at in (each.stored, each.limit, each.num_pages))
-                found.append(FromPeer(each.ask.label, start, end, stop, each.ask.why))
+                why = f"asked {each.ask.label}: {each.ask.why or 'it did not arrive'}"
+                found.append(FromPeer(each.ask.label, start, end, stop, why))
         stop = max(0, request.num_tokens - 1) // size * size
         if not found and (why := self._ahead.peers.why_local(stop - num_cached)):
             found.append(FromPeer("", num_cached, num_cached, stop, why))
