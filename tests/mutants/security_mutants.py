@@ -20,8 +20,8 @@ from tests.mutants.mutants import Patch, mutant
 
 @mutant("foreign files", "a link in a store makes the server overwrite a file that another user chose")
 def links_are_followed(patch: Patch) -> None:
-    def open_any(path: Path, flags: int, mode: int = 0o600) -> int:
-        return os.open(path, flags, mode)
+    def open_any(path: Path, flags: int) -> int:
+        return os.open(path, flags, 0o600)
 
     for module in (slab_files, index):
         patch.setattr(module, "open_owned", open_any)
