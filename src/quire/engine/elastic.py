@@ -19,6 +19,7 @@ from quire.engine.tier_size import HostMemorySize
 from quire.errors import InvalidInput, PlanError, QuireError, RefusedCombination
 from quire.loop import Part
 from quire.loop.resizing import ResizingPart
+from quire.loop.tenants import parts_for_tenants
 from quire.offload import offload_of
 from quire.plan.budget import MemoryPlan, format_bytes
 from quire.plan.plan import size_within
@@ -54,8 +55,7 @@ class ElasticMemory(ResizingPart):
         self._num_bytes = whole.pool_bytes
         self._num_resizes = 0
         self.floors: list[Callable[[MemoryPlan], None]] = [self._fits_pins]
-        if (tenants := engine.cache.parts.tenants) is not None:
-            self.floors.append(lambda plan: tenants.check(tenants.terms, plan.pool_bytes))
+        self.floors += [part.fits for part in parts_for_tenants(engine.cache)]
         size_within(self._whole, self._least)
         self._host = HostMemorySize(engine)
 

@@ -16,6 +16,7 @@ A part adds what it needs of a step to the step, and gets what it needs of anoth
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -32,25 +33,20 @@ if TYPE_CHECKING:
     from quire.loop.loop import Loop
 
 
-class Launched(Protocol):
-    """A step that a device has."""
+@dataclass(slots=True, eq=False)
+class Launched(ABC):
+    """A step that a device has, and the `fence` that was opened for it (`KVCache.open_fence`).
 
-    @property
-    def step(self) -> Step:
-        """The step."""
+    It was launched when it `began`, by the clock of the loop. If it `waits` for bytes from lower tiers, its time does
+    not say what it costs.
+    """
 
-    @property
-    def fence(self) -> int:
-        """The fence that was opened for it (`KVCache.open_fence`)."""
+    step: Step
+    fence: int
+    began: float
+    waits: bool
 
-    @property
-    def began(self) -> float:
-        """When it was launched, by the clock of the loop."""
-
-    @property
-    def waits(self) -> bool:
-        """Whether it waits for bytes from lower tiers, so that its time does not say what it costs."""
-
+    @abstractmethod
     def wait(self) -> Lengths:
         """Wait until the device has computed it: the tokens of its draws, int64."""
 

@@ -11,6 +11,7 @@ from quire.cache.tenants import Tenants
 from quire.counters import Section, counter, gauge, labelled
 from quire.loop.loop import Loop
 from quire.loop.part import End, Part
+from quire.plan.budget import MemoryPlan
 from quire.scheduler.request import Request
 from quire.scheduler.step import Step
 
@@ -75,6 +76,10 @@ class TenantsPart(Part):
 
     def ended(self, request: Request, end: End, error: Exception | None) -> None:
         self.tenants.charge(request.namespace, request.num_outputs)
+
+    def fits(self, plan: MemoryPlan) -> None:
+        """Raise what `Tenants.check` raises if a plan is too small for their terms."""
+        self.tenants.check(self.tenants.terms, plan.pool_bytes)
 
     def states(self) -> dict[str, TenantCounters]:
         """All tenants now. O(page ids)."""

@@ -36,6 +36,7 @@ from quire.cache import KVCache
 from quire.cache.running import Lengths
 from quire.cache.states import StatePieces
 from quire.errors import WrongContent
+from quire.loop import Launched
 from quire.memory.runs import replace_ids
 from quire.plan.budget import MemoryPlan
 from quire.scheduler.step import Step
@@ -49,18 +50,15 @@ _SEVERAL = -1
 
 
 @dataclass(slots=True, eq=False)
-class SimulatedStep:
-    """A launched step (`quire.loop.part.Launched`), which is done at `done` of the virtual clock. It waits for `loads`.
-    `drawn` are the tokens it draws, int64, and `ends` where each work ends without its drafts.
+class SimulatedStep(Launched):
+    """A launched step, which is done at `done` of the virtual clock. It waits for `loads`. `drawn` are the tokens it
+    draws, int64, and `ends` where each work ends without its drafts.
 
     The other fields are for the checks: by group the pieces if requests update a state, the contents, and by group the
     slots it writes and the page tables it reads, one for each part of `Contents.whole`."""
 
     device: SimulatedDevice
     number: int
-    step: Step
-    fence: int
-    began: float
     done: float
     loads: list[Transfer]
     ends: Lengths
@@ -69,11 +67,6 @@ class SimulatedStep:
     contents: Contents | None = None
     writes: dict[int, Ids] = field(default_factory=dict)
     reads: dict[int, list[Ids]] = field(default_factory=dict)
-
-    @property
-    def waits(self) -> bool:
-        """Whether loads were on their way when it was launched."""
-        return bool(self.loads)
 
     def wait(self) -> Lengths:
         """Move the clock to its end. Raises WrongContent for what it has read."""
@@ -122,9 +115,8 @@ class SimulatedDevice:
             arrives, swap = max(map(self._end_of, loads), default=0.0), sum(delay(step) for delay in self._delays)
             done = self._clock.launch(step.starts, step.ends, drafts=step.ends - ends, arrives=arrives, swap=swap)
             pieces = {index: each for index, each in zip(self._carried, found, strict=True) if each is not None}
-            launched = SimulatedStep(
-                self, self._launched, step, fence, self._clock.now, done, loads, ends, drawn, pieces
-            )
+            own = (self, self._launched, done, loads, ends, drawn, pieces)
+            launched = SimulatedStep(step, fence, self._clock.now, bool(loads), *own)
             if self._memory:
                 launched.contents = self.scripts.contents(step, ends)
                 for memory in self._memory:

@@ -25,7 +25,7 @@ from quire.kernels.backend import DEFAULT, AttentionBackend
 from quire.kernels.batch import Builds, PagedBatch, derive
 from quire.kernels.moves import Pieces
 from quire.kernels.state import StateBatch
-from quire.loop import ForwardPart
+from quire.loop import ForwardPart, Launched
 from quire.memory.backing import backing_of
 from quire.memory.pool import Pool
 from quire.models.forward import RunningForward, slots_of
@@ -44,21 +44,16 @@ from quire.upload import Upload, to_device
 _NO_POOLS: Mapping[int, Pool] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchedForward:
-    """A launched step. `began` is the time of its launch by `time.perf_counter`; `waits` says that it waits for loads
-    from lower tiers."""
+@dataclass(slots=True, eq=False)
+class LaunchedForward(Launched):
+    """A launched step, with its draws on the device. Its clock is `time.perf_counter`."""
 
-    step: Step
-    fence: int
     drawn: Drawn | None
-    began: float
-    waits: bool
     batches: Sequence[PagedBatch | StateBatch]
     readback: Readback
 
     def wait(self) -> Lengths:
-        """Wait until the device has computed the step, and for no later one: the tokens of its draws, int64."""
+        """No later step is waited for."""
         found = self.readback.wait()
         return np.empty(0, dtype=np.int64) if found is None else found.tokens.numpy()
 
@@ -158,7 +153,7 @@ class ModelRunner:
         except BaseException:
             self._cache.close_fence(fence)
             raise
-        return LaunchedForward(step, fence, drawn, began, waits, batches, readback)
+        return LaunchedForward(step, fence, began, waits, drawn, batches, readback)
 
     def _forward(
         self, step: Step, previous: LaunchedForward | None

@@ -84,7 +84,7 @@ def draft_like(layers: tuple[Layer, ...]) -> Layer:
 def _mixed_layers(reader: ConfigReader, kinds: list[str], context: int, state_dtype: DType | None) -> tuple[Layer, ...]:
     """Layers whose mixers are chosen one by one."""
     attend: Callable[[int, str], Layer]
-    if latent.keeps_latents(reader):
+    if latent.applies(reader):
         attend = latent.reader(reader, len(kinds))
     else:
         attend = attention.reader(reader, kinds, context)

@@ -12,7 +12,7 @@ _OVERLAPPING = 4
 """The ratio whose blocks overlap and whose entries an indexer selects."""
 
 
-def keeps_latents(config: ConfigReader) -> bool:
+def applies(config: ConfigReader) -> bool:
     """Whether attention stores a latent instead of keys and values."""
     return config.has("kv_lora_rank")
 
