@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire import upload
 from quire.cache.running import Lengths
-from quire.engine.device import filters, readback
+from quire.engine.device import filters, sampler
 from quire.engine.device.filters import Filters
 from quire.engine.device.runner import ModelRunner
 from quire.engine.device.sampler import Readback, _Draws
@@ -51,7 +51,7 @@ def a_step_waits_for_the_next_one(patch: Patch) -> None:
 
 @mutant("device sampling", "a launch waits for its own draws")
 def tokens_are_copied_at_launch(patch: Patch) -> None:
-    patch.setattr(readback, "to_host", lambda tensor: tensor.cpu())
+    patch.setattr(sampler, "to_host", lambda tensor: tensor.cpu())
 
 
 @mutant("device sampling", "each step with top-p waits for the device to say how many candidates there are")
