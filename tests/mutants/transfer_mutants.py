@@ -20,7 +20,6 @@ from quire.transfer.sending import (
     Drop,
     Sender,
     ServedAsk,
-    ServedState,
     Wanted,
     WriteState,
 )
@@ -179,7 +178,7 @@ def a_duplicate_note_writes_again(patch: Patch) -> None:
     real = Sender._wanted
 
     def wanted(self: Sender, peer: str, want: Any, asked: ServedAsk) -> Any:
-        if asked.state is not ServedState.ENDED:
+        if not asked.has_ended:
             asked.parts[want.part] = Wanted(want)
         return real(self, peer, want, asked)
 

@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.transfer import receiving, sending
-from quire.transfer.messages import Answer, Ask, Gone, Granted, Message, Refused, Release, Request, Send, Sent, Want
+from quire.transfer.messages import Answer, Ask, Gone, Message, Refused, Release, Request, Send, Sent, Want
 from quire.transfer.receiving import Ended, PartState, ReceivedPart, Receiver, Shut
 from quire.transfer.sending import AskingPeer, Begin, Disconnect, Drained, Drop, Sender, StartPrompt, StopPrompt, Wanted
 
 FAULTS = ("duplicates", "breaks", "kills", "stops")
 PREFILL, DECODE = "prefill", "decode"
 SECONDS = MARGIN = DRAIN = 1.0  # the sender's deadlines are one and two later than the receiver's
-FAIR = ("deliver", "notice", "grant", "computed", "ready", "landed", "continue", "connect")
+FAIR = ("deliver", "notice", "computed", "ready", "landed", "continue", "connect")
 
 Place = tuple[int, int]  # ask and part
 Action = tuple[Any, ...]
@@ -66,7 +66,7 @@ class World:
         self.wants: dict[Place, Want] = {}
         self.landed: frozenset[Place] = frozenset()
         self.closed_tags: frozenset[Place] = frozenset()
-        self.requests: dict[int, str] = {}  # held by the sender: queued, granted or computed
+        self.requests: dict[int, str] = {}  # held by the sender: running or computed
         self.over: frozenset[int] = frozenset()  # asks that have ended for the receiver's owner
         self.now = 0.0
         self.dead = self.stopped = ""
@@ -92,7 +92,7 @@ class World:
             ask: receiving.OpenAsk(
                 each.peer,
                 each.ends_at,
-                each.state,
+                each.has_ended,
                 each.is_released,
                 [made.parts[ask, number] for number in range(len(each.parts))],
             )
@@ -104,7 +104,7 @@ class World:
                 {
                     ask: sending.ServedAsk(
                         asked.ends_at,
-                        asked.state,
+                        asked.has_ended,
                         {number: Wanted(part.want, part.state) for number, part in asked.parts.items()},
                     )
                     for ask, asked in client.asks.items()
@@ -123,7 +123,7 @@ class World:
 
     def of_receiver(self) -> object:
         left = self._left
-        asks = ((ask, left(each.ends_at), each.state, each.is_released) for ask, each in self.receiver.asks.items())
+        asks = ((ask, left(each.ends_at), each.has_ended, each.is_released) for ask, each in self.receiver.asks.items())
         parts = tuple((at, part.state) for at, part in self.parts.items())
         return tuple(asks), parts, self.over, self.asks_left
 
@@ -136,7 +136,7 @@ class World:
 
     def _of_ask(self, item: tuple[int, sending.ServedAsk]) -> object:
         parts = frozenset((number, part.want is None, part.state) for number, part in item[1].parts.items())
-        return item[0], self._left(item[1].ends_at), item[1].state, parts
+        return item[0], self._left(item[1].ends_at), item[1].has_ended, parts
 
     def _left(self, ends_at: float) -> float:
         return max(0.0, ends_at - self.now)
@@ -169,7 +169,7 @@ class World:
             if self.may_ask and self.asks_left and (self.at_once or self.over.issuperset(self.receiver.asks)):
                 yield ("ask",)
             for ask, asked in self.receiver.asks.items():
-                if asked.state is not receiving.AskState.ENDED and len(asked.parts) < self.most_parts:
+                if not asked.has_ended and len(asked.parts) < self.most_parts:
                     yield ("want", ask)
                 if ask not in self.over:
                     yield ("release", ask)
@@ -178,13 +178,11 @@ class World:
                     yield ("cancel", at)
         if prefill:
             for ask, request in self.requests.items():
-                if request in ("queued", "granted"):
-                    if request == "queued" or self.fails:
-                        yield ("grant" if request == "queued" else "computed", ask)
-                    if self.fails:
-                        yield ("refuse", ask)
+                if request == "running" and self.fails:
+                    yield ("computed", ask)
+                    yield ("refuse", ask)
             for _, want in self.sender.waiting():
-                if self.requests.get(want.ask) in ("granted", "computed"):
+                if self.requests.get(want.ask) in ("running", "computed"):
                     yield ("ready", want)
                 if self.requests.get(want.ask) == "computed":
                     yield ("unavailable", want)
@@ -267,13 +265,8 @@ class World:
     def do_silent(self) -> None:
         self._received(self.receiver.silent(PREFILL))
 
-    def do_grant(self, ask: int) -> None:
-        self.requests[ask] = "granted"
-        self._sent(self.sender.grant(DECODE, ask))
-
     def do_computed(self, ask: int) -> None:
         self.requests[ask] = "computed"
-        self._sent(self.sender.computed(DECODE, ask))
 
     def do_refuse(self, ask: int) -> None:
         self.requests[ask] = "refused"
@@ -343,13 +336,9 @@ class World:
             self.to[side][message] = count - 1
 
     def _send(self, side: str, message: Message) -> None:
-        """`Granted` arrives at once: what it changes has no effect, so its order need not be explored."""
         if not self.is_up or (self.is_leaving and (side == PREFILL or PREFILL in self.knows)):
             return
-        if isinstance(message, Granted):
-            self.receiver.receive(PREFILL, message)
-        else:
-            self.to[side][message] = self.to[side].get(message, 0) + 1
+        self.to[side][message] = self.to[side].get(message, 0) + 1
 
     def _received(self, effects: receiving.Effects) -> None:
         for effect in effects:
@@ -377,9 +366,9 @@ class World:
                 self._send(DECODE, effect.message)
             elif isinstance(effect, StartPrompt):
                 assert effect.ask.ask not in self.requests, "an ask began twice"
-                self.requests[effect.ask.ask] = "queued"
+                self.requests[effect.ask.ask] = "running"
             elif isinstance(effect, StopPrompt):
-                assert self.requests[effect.ask] in ("queued", "granted"), "nothing runs that could be stopped"
+                assert self.requests[effect.ask] in ("running", "computed"), "it is stopped or has failed already"
                 self.requests[effect.ask] = "stopped"
             elif isinstance(effect, Begin):
                 at = effect.want.ask, effect.want.part

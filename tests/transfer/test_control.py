@@ -19,7 +19,7 @@ from quire.transfer import network
 from quire.transfer.address import Address, format_address, parse_address, parse_peers
 from quire.transfer.control import Arrived, Closed, Connected, Control, Left, Silent, Speaks, Unreachable
 from quire.transfer.handshake import VERSION
-from quire.transfer.messages import MOST_FRAME_BYTES, Ask, Granted, Refused, Release, Want
+from quire.transfer.messages import MOST_FRAME_BYTES, Ask, Refused, Release, Sent, Want
 from tests.transfer.peers import IDENTITY, LONG_S, SECRET, Side, Watched, control, hello, process, until
 
 PREFILL, DECODE = hello("prefill-0", "prefill"), hello("decode-0", "decode")
@@ -64,9 +64,9 @@ def test_requests_and_answers() -> None:
         assert address_of(prefill)[0] == "127.0.0.1", "loopback unless told otherwise"
         assert decode.control.send(PREFILL.peer, ASK)
         assert prefill.wait(Arrived) == Arrived(DECODE.peer, ASK)
-        assert prefill.control.send(DECODE.peer, Granted(1))
-        assert decode.wait(Arrived) == Arrived(PREFILL.peer, Granted(1))
-        assert not decode.control.send(PREFILL.peer, Granted(1)), "the answers of a decode engine go nowhere"
+        assert prefill.control.send(DECODE.peer, Sent(1, 0))
+        assert decode.wait(Arrived) == Arrived(PREFILL.peer, Sent(1, 0))
+        assert not decode.control.send(PREFILL.peer, Sent(1, 0)), "the answers of a decode engine go nowhere"
         assert not decode.control.send("prefill-0@2", ASK)
         large = Want(1, 0, (bytes(4 << 20),), bytes(8 << 20))
         assert decode.control.send(PREFILL.peer, large)
@@ -227,7 +227,7 @@ def test_a_peer_gets_in_beside_any_number_of_strangers(monkeypatch: pytest.Monke
 BROKEN = {
     "oversized": struct.pack("<I", MOST_FRAME_BYTES + 1),
     "garbage": struct.pack("<I", 4) + b"\xff\xff\xff\xff",
-    "an answer where requests come": struct.pack("<I", 9) + b"\x92\xa7Granted\1"[:9],
+    "an answer where requests come": struct.pack("<I", 8) + b"\x93\xa4Sent\1\0",
 }
 
 
@@ -239,7 +239,7 @@ def test_a_peer_that_breaks_the_protocol_is_lost_without_proof(broken: str) -> N
         assert prefill.wait(Unreachable).peer == DECODE.peer
         assert prefill.control.refused == {"malformed": 1}
         prefill.none(Arrived)
-        assert not prefill.control.send(DECODE.peer, Granted(1))
+        assert not prefill.control.send(DECODE.peer, Sent(1, 0))
         prefill.control.drained(DECODE.peer)
         assert is_closed(made)
         with control(hello("decode-1", "decode"), listen=None, peers=[address_of(prefill)]):
@@ -514,7 +514,7 @@ def test_a_thread_that_fails_says_so_and_its_peers_are_unreachable(monkeypatch: 
         )
         assert prefill.control.problem.startswith("ZeroDivisionError")
         until(lambda: not prefill.control._loop.thread.is_alive())
-        assert not prefill.control.send(DECODE.peer, Granted(1))
+        assert not prefill.control.send(DECODE.peer, Sent(1, 0))
         made.settimeout(0.3)
         assert not is_closed(made)
         with pytest.raises(ConnectionRefusedError):

@@ -15,7 +15,6 @@ from quire.transfer.messages import (
     Ask,
     Cancel,
     Gone,
-    Granted,
     Message,
     Refused,
     Release,
@@ -36,7 +35,7 @@ def prompt(*tokens: int) -> Ids:
 ASK = Ask(3, 2, 1.5, b"s" * 16, "lora", "salt", prompt(1, 2, 3).tobytes())
 WANT = Want(3, 1, (prompt(0, 1).tobytes(), b""), b"target")
 REQUESTS: tuple[Message, ...] = (ASK, WANT, Cancel(3, 1), Release(3))
-ANSWERS: tuple[Message, ...] = (Granted(3), Refused(3, "full", "no room"), Sent(3, 1), Gone(3, 1, "cancelled"))
+ANSWERS: tuple[Message, ...] = (Refused(3, "full", "no room"), Sent(3, 1), Gone(3, 1, "cancelled"))
 
 
 def test_round_trips() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.transfer.messages import Ask, Cancel, Gone, Granted, Refused, Release, Send, Sent, Want
+from quire.transfer.messages import Ask, Cancel, Gone, Refused, Release, Send, Sent, Want
 from quire.transfer.sending import Begin, Disconnect, Drained, Drop, Sender, StartPrompt, StopPrompt
 
 PEER = "decode-0@1"
@@ -15,32 +15,29 @@ def ask_of(number: int, oldest: int = 1) -> Ask:
     return Ask(number, oldest, 10.0, b"s" * 16, "", "", b"abcd")
 
 
-def granted() -> Sender:
+def computing() -> Sender:
     sender = Sender(margin_s=1.0, drain_s=5.0)
     assert sender.receive(PEER, ask_of(1), 0.0) == [StartPrompt(PEER, ask_of(1))]
-    assert sender.grant(PEER, 1) == [Send(PEER, Granted(1))]
     return sender
 
 
 def writing() -> Sender:
-    sender = granted()
+    sender = computing()
     assert sender.receive(PEER, WANT, 0.0) == []
     assert sender.ready(PEER, WANT) == [Begin(PEER, WANT)]
     return sender
 
 
 def test_an_ask_and_its_part() -> None:
-    sender = granted()
+    sender = computing()
     assert sender.receive(PEER, ask_of(1), 0.0) == [], "twice"
-    assert sender.grant(PEER, 1) == []
     assert sender.receive(PEER, WANT, 0.0) == []
     assert sender.waiting() == [(PEER, WANT)]
     assert sender.ready(PEER, WANT) == [Begin(PEER, WANT)]
     assert sender.waiting() == sender.ready(PEER, WANT) == sender.receive(PEER, WANT, 0.0) == []
     assert sender.landed(PEER, WANT) == [Send(PEER, Sent(1, 0))]
     assert sender.receive(PEER, WANT, 0.0) == [Send(PEER, Sent(1, 0))], "told again, and not written again"
-    assert sender.computed(PEER, 1) == []
-    assert sender.receive(PEER, Release(1), 0.0) == [Drop(PEER, 1)]
+    assert sender.receive(PEER, Release(1), 0.0) == [StopPrompt(PEER, 1), Drop(PEER, 1)]
     assert sender.receive(PEER, Release(1), 0.0) == []
     assert sender.receive(PEER, WANT, 0.0) == [Send(PEER, Gone(1, 0, "ended"))]
     assert sender.lost(PEER, 0.0) == [Drained(PEER)]
@@ -48,14 +45,14 @@ def test_an_ask_and_its_part() -> None:
 
 
 def test_a_part_that_is_cancelled_before_it_is_known_is_never_written() -> None:
-    sender = granted()
+    sender = computing()
     assert sender.receive(PEER, Cancel(1, 0), 0.0) == [Send(PEER, Gone(1, 0, "cancelled"))]
     assert sender.receive(PEER, WANT, 0.0) == [Send(PEER, Gone(1, 0, "cancelled"))]
     assert sender.waiting() == sender.ready(PEER, WANT) == []
 
 
 def test_a_part_that_waits_is_cancelled_at_once() -> None:
-    sender = granted()
+    sender = computing()
     sender.receive(PEER, WANT, 0.0)
     assert sender.receive(PEER, Cancel(1, 0), 0.0) == [Send(PEER, Gone(1, 0, "cancelled"))]
     assert sender.ready(PEER, WANT) == sender.unavailable(PEER, WANT, "late") == []
@@ -79,7 +76,7 @@ def test_holds_last_until_the_last_write_has_ended() -> None:
 
 
 def test_pages_that_will_not_come() -> None:
-    sender = granted()
+    sender = computing()
     sender.receive(PEER, WANT, 0.0)
     assert sender.unavailable(PEER, WANT, "evicted") == [Send(PEER, Gone(1, 0, "evicted"))]
 
@@ -91,7 +88,6 @@ def test_a_request_that_is_not_admitted_or_fails() -> None:
     assert sender.refuse(PEER, 1, 0.0, "failed", "no memory") == told
     assert sender.refuse(PEER, 1, 0.0, "failed", "no memory") == []
     assert sender.landed(PEER, WANT) == [Send(PEER, Sent(1, 0)), Drop(PEER, 1)]
-    assert sender.grant(PEER, 1) == sender.computed(PEER, 1) == []
     assert sender.receive(PEER, ask_of(1), 0.0) == [Send(PEER, Refused(1, "ended", "the ask has ended"))]
 
 
@@ -118,7 +114,7 @@ def test_a_lost_peer_is_drained_before_it_may_connect_again() -> None:
 
 
 def test_new_weights_end_every_ask() -> None:
-    sender = granted()
+    sender = computing()
     sender.receive(PEER, ask_of(2), 0.0)
     told = [Send(PEER, Refused(ask, "weights", "new weights")) for ask in (1, 2)]
     effects = sender.end_all(0.0, "weights", "new weights")
@@ -136,7 +132,7 @@ def test_messages_out_of_order_end_an_ask_before_it_begins() -> None:
 
 
 def test_ended_asks_are_remembered_by_the_oldest() -> None:
-    sender = granted()
+    sender = computing()
     for number in range(2, 50):
         sender.receive(PEER, ask_of(number), 0.0)
         sender.receive(PEER, Release(number), 0.0)

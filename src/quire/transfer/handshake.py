@@ -27,7 +27,7 @@ from msgspec import Meta
 from quire.errors import InvalidInput, PeerRefused
 from quire.transfer.network import Foreign, Steps, receive, receive_exactly, send
 
-VERSION: Final = 3
+VERSION: Final = 4
 MESSAGES: Final = b"quire-transfer"
 PAGES: Final = b"quire-pages\0\0\0"
 """Protocols, by what a connection carries."""

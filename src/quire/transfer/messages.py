@@ -1,7 +1,7 @@
 """Messages between a decode engine, which asks, and a prefill engine, which answers; their encoding and bounds.
 
     request   Ask, Want, Cancel, Release       decode -> prefill
-    answer    Granted, Refused, Sent, Gone     prefill -> decode
+    answer    Refused, Sent, Gone              prefill -> decode
     state     Serves                           prefill -> decode
 
 An ask is one prompt. A part is a set of its pages with frames that were prepared for them. Ids of asks ascend for as
@@ -91,10 +91,6 @@ class Release(_Message, frozen=True):
     """The ask has ended. Its parts are cancelled, and each is answered as after `Cancel`."""
 
 
-class Granted(_Message, frozen=True):
-    """The prompt is admitted."""
-
-
 class Refused(_Message, frozen=True):
     """Nothing more is computed for this ask: it was not admitted, or it failed. Parts that it has are answered."""
 
@@ -122,7 +118,7 @@ class Serves(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 Request = Ask | Want | Cancel | Release
-Answer = Granted | Refused | Sent | Gone
+Answer = Refused | Sent | Gone
 Message = Request | Answer | Serves
 
 _ENCODER = msgspec.msgpack.Encoder()

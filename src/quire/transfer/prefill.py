@@ -149,8 +149,6 @@ class PrefillSide:
             prompt.is_done = True
         if error:
             self._do(self.sender.refuse(peer, ask, self._clock(), "failed", error))
-        else:
-            self._do(self.sender.computed(peer, ask))
 
     def end_all(self, code: str, reason: str) -> None:
         """No ask is of use any more."""
@@ -254,8 +252,6 @@ class PrefillSide:
         except QuireError as error:
             del self.ids[name]
             self._do(self.sender.refuse(peer, ask.ask, now, error.code, str(error)))
-        else:
-            self._do(self.sender.grant(peer, ask.ask))
 
     def _write(self, peer: str, want: Want, *, is_again: bool = False) -> None:
         frames = self._prompts[peer, want.ask].reads[want.part]

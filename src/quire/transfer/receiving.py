@@ -1,6 +1,6 @@
 """Receiver: the state machine of a decode engine that receives pages, without I/O, threads or clocks.
 
-    ask    ASKED --Granted--> GRANTED            each ends in ENDED: refused, released, deadline, silent or lost peer
+    ask    ends once: refused, released, deadline, silent or lost peer
     part   NEW --want--> WANTED --Sent--> SENT
                          WANTED --Gone--> GONE
                          WANTED --cancel, or the ask ends--> CANCELLING --Sent, Gone or proof--> SENT or GONE
@@ -20,16 +20,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from quire.spec.ids import Ids
-from quire.transfer.messages import MOST_PARTS, Answer, Ask, Cancel, Granted, Refused, Release, Send, Sent, Want
+from quire.transfer.messages import MOST_PARTS, Answer, Ask, Cancel, Refused, Release, Send, Sent, Want
 from quire.transfer.messages import tag_of as tag_of_part
-
-
-class AskState(Enum):
-    """How far an ask is."""
-
-    ASKED = "asked"
-    GRANTED = "granted"
-    ENDED = "ended"
 
 
 class PartState(Enum):
@@ -68,7 +60,7 @@ class OpenAsk:
 
     peer: str
     ends_at: float
-    state: AskState = AskState.ASKED
+    has_ended: bool = False
     is_released: bool = False  # its parts are cancelled, and the peer was told
     parts: list[ReceivedPart] = field(default_factory=list)
 
@@ -113,7 +105,7 @@ class Receiver:
     def part(self, ask: int) -> ReceivedPart:
         """A new part. Open its `tag` at the connector before `want`. It is GONE if the ask has ended."""
         asked = self.asks.get(ask)
-        if asked is None or asked.state is AskState.ENDED:
+        if asked is None or asked.has_ended:
             return ReceivedPart(ask, 0, PartState.GONE, "the ask has ended")
         assert len(asked.parts) < MOST_PARTS
         asked.parts.append(ReceivedPart(ask, len(asked.parts)))
@@ -145,10 +137,6 @@ class Receiver:
         """A message of a peer. One about an ask of another peer, or about what is over, changes nothing."""
         asked = self.asks.get(message.ask)
         if asked is None or asked.peer != peer:
-            return []
-        if isinstance(message, Granted):
-            if asked.state is AskState.ASKED:
-                asked.state = AskState.GRANTED
             return []
         if isinstance(message, Refused):
             return self._end(message.ask, asked, message.code, message.reason)
@@ -219,9 +207,9 @@ class Receiver:
 
     def _end(self, ask: int, asked: OpenAsk, cause: str, reason: str) -> Effects:
         """No part is added any more. The parts that the peer has continue."""
-        if asked.state is AskState.ENDED:
+        if asked.has_ended:
             return []
-        asked.state = AskState.ENDED
+        asked.has_ended = True
         for part in asked.parts:
             if part.state is PartState.NEW:
                 self._over(part, PartState.GONE, reason)
@@ -248,5 +236,5 @@ class Receiver:
         self._drop_if_over(part.ask, self.asks[part.ask])
 
     def _drop_if_over(self, ask: int, asked: OpenAsk) -> None:
-        if asked.state is AskState.ENDED and all(part.may_reuse for part in asked.parts):
+        if asked.has_ended and all(part.may_reuse for part in asked.parts):
             self.asks.pop(ask, None)

@@ -1,6 +1,6 @@
 """Sender: the state machine of a prefill engine that computes prompts for peers, without I/O, threads or clocks.
 
-    ask    QUEUED --grant--> COMPUTING --computed--> COMPUTED     each ends in ENDED: refused, released, deadline, lost
+    ask    ends once: refused, released, deadline, lost
     part   WAITING --ready--> WRITING --landed--> WRITTEN
            WAITING --cancel, unavailable, or the ask ends--> GONE
                               WRITING --failed--> GONE
@@ -19,22 +19,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from quire.transfer.messages import MOST_REASON, Ask, Cancel, Gone, Granted, Refused, Release, Request, Send, Sent, Want
+from quire.transfer.messages import MOST_REASON, Ask, Cancel, Gone, Refused, Release, Request, Send, Sent, Want
 
 MARGIN_S = 1.0
 """Asks are held longer than the decode engine waits, by this."""
 
 DRAIN_S = 5.0
 """Time for the writes of an ask that has ended."""
-
-
-class ServedState(Enum):
-    """How far an ask is."""
-
-    QUEUED = "queued"
-    COMPUTING = "computing"
-    COMPUTED = "computed"
-    ENDED = "ended"
 
 
 class WriteState(Enum):
@@ -59,7 +50,7 @@ class ServedAsk:
     """A prompt that is computed for a peer."""
 
     ends_at: float  # deadline of the ask; once that has ended, of its writes
-    state: ServedState = ServedState.QUEUED
+    has_ended: bool = False
     parts: dict[int, Wanted] = field(default_factory=dict)
 
     @property
@@ -81,7 +72,7 @@ class AskingPeer:
 @dataclass(frozen=True, slots=True)
 class StartPrompt:
     """Effect: queue an internal request for this prompt, and hold its pages on the host until `Drop`. The owner calls
-    `grant` or `refuse`."""
+    `refuse` if that fails."""
 
     peer: str
     ask: Ask
@@ -89,7 +80,7 @@ class StartPrompt:
 
 @dataclass(frozen=True, slots=True)
 class StopPrompt:
-    """Effect: abort the internal request. `Drop` follows, at once or when writes have ended."""
+    """Effect: abort the internal request, if it runs. `Drop` follows, at once or when writes have ended."""
 
     peer: str
     ask: int
@@ -176,7 +167,7 @@ class Sender:
         for peer, ask, asked in self._asks():
             if now < asked.ends_at:
                 continue
-            if asked.state is ServedState.ENDED:
+            if asked.has_ended:
                 asked.ends_at = now + self._drain_s
                 effects.append(Disconnect(peer))
             else:
@@ -185,27 +176,12 @@ class Sender:
 
     # -- the engine's progress; about an ask or part that is over, these do nothing
 
-    def grant(self, peer: str, ask: int) -> Effects:
-        """The prompt is admitted."""
-        asked = self._find(peer, ask)
-        if asked is None or asked.state is not ServedState.QUEUED:
-            return []
-        asked.state = ServedState.COMPUTING
-        return [Send(peer, Granted(ask))]
-
     def refuse(self, peer: str, ask: int, now: float, code: str, reason: str) -> Effects:
         """The prompt is not admitted, or its request failed. Writes that have begun continue."""
         asked = self._find(peer, ask)
-        if asked is None or asked.state is ServedState.ENDED:
+        if asked is None or asked.has_ended:
             return []
         return [each for each in self._refused(peer, ask, asked, now, code, reason) if not isinstance(each, StopPrompt)]
-
-    def computed(self, peer: str, ask: int) -> Effects:
-        """The request has ended, and its pages are held."""
-        asked = self._find(peer, ask)
-        if asked is not None and asked.state is ServedState.COMPUTING:
-            asked.state = ServedState.COMPUTED
-        return []
 
     def waiting(self) -> list[tuple[str, Want]]:
         """Parts that are not written yet, in order: the owner calls `ready` or `unavailable` when it can say which."""
@@ -219,7 +195,7 @@ class Sender:
     def is_open(self, peer: str, ask: int) -> bool:
         """Whether an ask has not ended."""
         asked = self._find(peer, ask)
-        return asked is not None and asked.state is not ServedState.ENDED
+        return asked is not None and not asked.has_ended
 
     def ready(self, peer: str, want: Want) -> Effects:
         """All pages of the part are on the host, and stay there until `Drop`."""
@@ -247,7 +223,7 @@ class Sender:
 
     def end_all(self, now: float, code: str, reason: str) -> Effects:
         """The pages of all asks are of no use any more (new weights), or the engine stops."""
-        live = [each for each in self._asks() if each[2].state is not ServedState.ENDED]
+        live = [each for each in self._asks() if not each[2].has_ended]
         return [effect for each in live for effect in self._refused(*each, now, code, reason)]
 
     # -- edits
@@ -281,8 +257,8 @@ class Sender:
     def _wanted(self, peer: str, want: Want, asked: ServedAsk) -> Effects:
         part = asked.parts.get(want.part)
         if part is None:
-            is_over = asked.state is ServedState.ENDED
-            part = asked.parts[want.part] = Wanted(want, WriteState.GONE if is_over else WriteState.WAITING)
+            state = WriteState.GONE if asked.has_ended else WriteState.WAITING
+            part = asked.parts[want.part] = Wanted(want, state)
         return self._answer(peer, want, part)
 
     def _answer(self, peer: str, message: Want | Cancel, part: Wanted, reason: str = "cancelled") -> Effects:
@@ -304,10 +280,10 @@ class Sender:
         return [Send(peer, Refused(ask, code, reason[:MOST_REASON])), *self._end(peer, ask, asked, now, reason)]
 
     def _end(self, peer: str, ask: int, asked: ServedAsk, now: float, reason: str) -> Effects:
-        if asked.state is ServedState.ENDED:
+        if asked.has_ended:
             return []
-        effects: Effects = [StopPrompt(peer, ask)] if asked.state is not ServedState.COMPUTED else []
-        asked.state = ServedState.ENDED
+        asked.has_ended = True
+        effects: Effects = [StopPrompt(peer, ask)]
         asked.ends_at = now + self._drain_s
         for number, part in asked.parts.items():
             if part.state is WriteState.WAITING:
@@ -318,7 +294,7 @@ class Sender:
     def _settle(self, peer: str, client: AskingPeer, ask: int) -> Effects:
         """Release the holds of an ask that has ended once its last write has."""
         asked = client.asks[ask]
-        if asked.state is not ServedState.ENDED or asked.writes:
+        if not asked.has_ended or asked.writes:
             return []
         del client.asks[ask]
         self._remember(client, ask)
