@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Final, Generic, Protocol, TypeVar
+from typing import ClassVar, Final, Generic, TypeVar
 
 from quire.counters import Histogram, counter, histogram
 
@@ -66,21 +66,14 @@ class SentCounts:
         return {"sent_tokens": self.tokens, "sent_bytes": self.bytes}
 
 
-class PeerCounts(Protocol):
-    """Counts of one label."""
-
-    def totals(self) -> dict[str, int]:
-        """Those that are added up over all peers."""
-
-
-T = TypeVar("T", bound=PeerCounts)
+T = TypeVar("T", ReceivedCounts, SentCounts)
 
 
 class ByPeer(Generic[T]):
     """Counts by label. Several peers may have one label, at a time or one after the other."""
 
     def __init__(self, make: Callable[[], T], seconds: Callable[[], float] = time.monotonic) -> None:
-        self._make = make
+        self._make: Callable[[], T] = make
         self._seconds = seconds
         self._labels: dict[str, str] = {}  # key: peer, as long as the counts of the label are kept
         self._connected: set[str] = set()
