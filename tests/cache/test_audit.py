@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,17 +10,18 @@ import pytest
 
 from quire.cache import KVCache
 from quire.errors import AuditFailure
+from quire.settings.tenants import TenantTerms, tenants_of
 from quire.spec.group import ReachSpec
 from quire.spec.ids import Tier
 from quire.testing import small_plan
 from tests.covering import each_of
 
 
-def a_cache() -> tuple[KVCache, Any]:
+def a_cache(tenants: Sequence[TenantTerms] = ()) -> tuple[KVCache, Any]:
     """One cached branch of two edges, a running request on it with a private page, free pages."""
     reaches = (ReachSpec(), ReachSpec("window", 3), ReachSpec("state"))
     plan = small_plan(10, 2, groups=("full", "window", "state"), reaches=reaches, frames=(10, 10, 10))
-    cache = KVCache(plan, eviction="lru")
+    cache = KVCache(plan, eviction="lru", tenants=tenants)
     for tokens in ([1, 2, 3, 4], [1, 2, 5, 6]):
         kv = cache.begin(np.array(tokens, dtype=np.int32))
         cache.extend([kv], [4 - kv.num_cached])
@@ -183,5 +184,52 @@ BREAKS: list[tuple[Callable[[KVCache, Any], None], str]] = [
 def test_a_broken_law_is_named(breaks: Callable[[KVCache, Any], None], message: str) -> None:
     cache, kv = a_cache()
     breaks(cache, kv)
+    with pytest.raises(AuditFailure, match=message):
+        cache.audit()
+
+
+def count_a_row_to_another(tenants: Any, cache: KVCache, kv: Any) -> None:
+    tenants.of_row[kv.row] = 1
+
+
+def count_a_page_to_another(tenants: Any, cache: KVCache, kv: Any) -> None:
+    tenants.owners.of_page[cache.rows.page_ids(kv)[-1]] = 1
+
+
+def count_a_cached_page_to_another(tenants: Any, cache: KVCache, kv: Any) -> None:
+    tenants.owners.of_page[nodes(cache)[-1].pages[0]] = 1
+
+
+def count_an_edge_to_another(tenants: Any, cache: KVCache, kv: Any) -> None:
+    nodes(cache)[-1].tenant = 1
+
+
+def miscount_unheld_pages(tenants: Any, cache: KVCache, kv: Any) -> None:
+    cache.tree.num_unheld[0] += 1
+
+
+def miscount_frames(tenants: Any, cache: KVCache, kv: Any) -> None:
+    tenants.tables[2].frames_by[1] += 1
+
+
+def miscount_idle_frames_of_tenants(tenants: Any, cache: KVCache, kv: Any) -> None:
+    tenants.tables[2].idle_by[0, 0] += 1
+
+
+BROKEN_COUNTS: list[tuple[Callable[[Any, KVCache, Any], None], str]] = [
+    (count_a_row_to_another, "row [0-9]+ is that of tenant 'default', and counted to 'quiet'"),
+    (count_a_page_to_another, "page [0-9]+ is that of tenant 'default', and counted to 'quiet'"),
+    (count_a_cached_page_to_another, "page [0-9]+ is that of tenant 'default', and counted to 'quiet'"),
+    (count_an_edge_to_another, "an edge of tenant 'default' is counted to 'quiet'"),
+    (miscount_unheld_pages, "tenant 'default': 2 cached pages without leases are counted, and there are 1"),
+    (miscount_frames, "tenant 'quiet': 1 frames of 'state' are counted, and there are 0"),
+    (miscount_idle_frames_of_tenants, "tenant 'default': [0-9]+ idle frames of 'state' are counted"),
+]
+
+
+@each_of(("breaks", "message"), BROKEN_COUNTS)
+def test_what_is_counted_to_another_tenant_is_named(breaks: Callable[[Any, KVCache, Any], None], message: str) -> None:
+    cache, kv = a_cache(tenants_of({"quiet": {}}))
+    breaks(cache.parts.tenants, cache, kv)
     with pytest.raises(AuditFailure, match=message):
         cache.audit()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from quire.cache import KVCache
+from quire.cache.admission import Claim
 from quire.cache.groups import resume_point
 from quire.cache.room import SPARED
 from quire.errors import OutOfPages
@@ -88,13 +89,13 @@ def check_spared() -> None:
             continue
         assert room.spared == room.total // SPARED > 0
         first, second = tokens(choices, 1), tokens(choices, cache.plan.context)
-        assert not cache.admission.why_not(cache.match(second), cache.plan.pages_of(cache.plan.context))
+        assert not cache.admission.why_not(Claim(cache.match(second), cache.plan.pages_of(cache.plan.context)))
         kv = cache.begin(first)
         cache.extend([kv], [1])
         rows, reached = np.array([kv.row]), np.array([1])
         for num_pages in range(1, cache.plan.num_pages):
             hit = cache.match(second)
-            fits = not cache.admission.why_not(hit, num_pages, rows, reached)
+            fits = not cache.admission.why_not(Claim(hit, num_pages, rows, reached))
             counts = [group.num_held + group.needs(num_pages, 0) for group in cache.groups]
             assert fits == (room.lack(counts) + room.total // SPARED <= 0 and num_pages < cache.plan.num_pages)
             seen += not fits and room.lack(counts) <= 0

@@ -116,4 +116,4 @@ def test_against_a_plain_model() -> None:
                     del ranks[p]
             assert column.num_idle == len(order)
             assert column.num_pinned == sum(count > 0 for count in pins.values())
-            assert sum(map(len, column._queues)) <= 65 * len(Rank) + 4 * num_pages
+            assert sum(map(len, column._queues[0])) <= 65 * len(Rank) + 4 * num_pages

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from quire.cache.page_owners import OwnedColumn, PageOwners
 from quire.cache.states import StateGroup
-from quire.cache.tenant_admission import TenantAdmission
+from quire.cache.tenant_growth import TenantGrowth
 from quire.cache.tenants import Tenants
+from quire.memory.residency import Column
 from quire.prefix.node import Levels, Node
 from quire.prefix.tenant_policies import TenantPolicies
+from quire.scheduler.policy import TenantsRequests
+from quire.scheduler.scheduler import Scheduler
 from quire.spec.ids import Ids
 from quire.spec.rank import Rank
 from tests.mutants.mutants import Patch, mutant
@@ -19,7 +23,7 @@ from tests.mutants.mutants import Patch, mutant
 
 @mutant("tenants", "a noisy tenant pushes out what a quiet one is promised")
 def floors_do_not_hold(patch: Patch) -> None:
-    patch.setattr(Tenants, "may_lose", lambda tenants, tenant: tenants._tree.num_unheld[tenant])
+    patch.setattr(Tenants, "may_lose", lambda tenants, tenant: int(tenants.num_unheld[tenant]))
 
 
 @mutant("tenants", "of a leaf that lies on both sides of a floor all pages go")
@@ -48,12 +52,12 @@ def ceilings_are_for_running_requests(patch: Patch) -> None:
 
 @mutant("tenants", "a tenant grows beyond its ceiling while memory is free")
 def free_memory_has_no_ceiling(patch: Patch) -> None:
-    patch.setattr(Tenants, "is_tight", lambda tenants, wanted: False)
+    patch.setattr(TenantGrowth, "_is_bound", lambda growth: False)
 
 
 @mutant("tenants", "all wait behind one tenant that is full")
 def a_full_tenant_blocks_the_others(patch: Patch) -> None:
-    patch.setattr(TenantAdmission, "passes", lambda admission, namespace: False)
+    patch.setattr(Tenants, "passes", lambda tenants, namespace: False)
 
 
 @mutant("tenants", "a tenant within its floor waits for the next tokens of others' requests")
@@ -73,6 +77,7 @@ def all_may_pass(patch: Patch) -> None:
     def passes(tenants: Tenants, namespace: Any) -> bool:
         found = real(tenants, namespace)
         tenants._is_short = False
+        tenants._blocked[tenants._blocked == 2] = 0
         return found
 
     patch.setattr(Tenants, "passes", passes)
@@ -80,7 +85,7 @@ def all_may_pass(patch: Patch) -> None:
 
 @mutant("tenants", "the request of a tenant within its floor is preempted for one of another, which gets nothing of it")
 def any_request_is_preempted(patch: Patch) -> None:
-    patch.setattr(TenantAdmission, "gives_way", lambda admission, kv: True)
+    patch.setattr(Scheduler, "_victim", lambda scheduler: scheduler._rows.running[-1])
 
 
 @mutant("tenants", "what clients keep of a quiet tenant ends for a noisy one, which gets nothing of it")
@@ -88,21 +93,25 @@ def any_retention_gives_way(patch: Patch) -> None:
     patch.setattr(Tenants, "is_over", lambda tenants, namespace: True)
 
 
+def evict_any(tenants: Tenants, group: int, num_frames: int, most: Rank) -> int:
+    """Frames of a group go, whoever may lose them."""
+    left = num_frames
+    for tenant in range(tenants.num_tenants):
+        left -= tenants._groups[group].evict(left, most, tenant)
+    return num_frames - left
+
+
 @mutant("tenants", "checkpoints of a tenant go for those of another")
 def any_checkpoint_goes(patch: Patch) -> None:
     def may_keep(tenants: Tenants, group: int, row: int, rank: Rank) -> bool:
-        states = tenants._groups[group]
-        return bool(states.num_free or states.evict(1, rank))
+        return bool(tenants._groups[group].num_free or evict_any(tenants, group, 1, rank))
 
     patch.setattr(Tenants, "may_keep", may_keep)
 
 
 @mutant("tenants", "frames of windows and states are reclaimed from any tenant")
 def frames_have_no_floor(patch: Patch) -> None:
-    def evict_frames(tenants: Tenants, group: int, num_frames: int, most: Rank) -> int:
-        return tenants._groups[group].evict(num_frames, most)
-
-    patch.setattr(Tenants, "evict_frames", evict_frames)
+    patch.setattr(Tenants, "evict_frames", evict_any)
 
 
 @mutant("tenants", "states of running requests are not counted")
@@ -129,7 +138,7 @@ def leases_are_not_counted(patch: Patch) -> None:
     real = Levels.hold
 
     def hold(levels: Levels, end: Node) -> None:
-        before = list(levels.num_unheld)
+        before = levels.num_unheld[:]
         real(levels, end)
         levels.num_unheld[:] = before
 
@@ -138,26 +147,26 @@ def leases_are_not_counted(patch: Patch) -> None:
 
 @mutant("tenants", "the tenant that came first gets all turns")
 def weights_do_not_count(patch: Patch) -> None:
-    patch.setattr(Tenants, "charge", lambda tenants, namespace, num_tokens, **begins: None)
+    patch.setattr(TenantsRequests, "charge", lambda queue, namespace, num_tokens, **begins: None)
 
 
 @mutant("tenants", "a tenant that was away for long keeps all others out when it comes back")
 def who_was_away_saves_turns(patch: Patch) -> None:
-    real = Tenants.take_turns
+    real = TenantsRequests.take_turns
 
-    def take_turns(tenants: Tenants, queues: Any, cost: Any) -> Any:
-        tenants._turns.now = 0.0
-        return real(tenants, queues, cost)
+    def take_turns(queue: TenantsRequests, queues: Any, cost: Any) -> Any:
+        queue._now = 0.0
+        return real(queue, queues, cost)
 
-    patch.setattr(Tenants, "take_turns", take_turns)
+    patch.setattr(TenantsRequests, "take_turns", take_turns)
 
 
 @mutant("tenants", "the tenant with least above its floor loses first")
 def the_smallest_loses_first(patch: Patch) -> None:
     real = Tenants._order
 
-    def order(tenants: Tenants, at: int, unheld: Sequence[int] | None) -> list[int]:
-        return list(reversed(real(tenants, at, unheld)))
+    def order(tenants: Tenants, *given: Any) -> Iterator[int]:
+        return reversed(list(real(tenants, *given)))
 
     patch.setattr(Tenants, "_order", order)
 
@@ -181,7 +190,52 @@ def no_request_is_too_large(patch: Patch) -> None:
 
 @mutant("tenants", "retained pages of any tenant are taken as room of the one that asks")
 def all_pages_are_of_one_tenant(patch: Patch) -> None:
-    def count(tenants: Tenants, pages: Ids) -> Any:
-        return np.bincount(tenants.of_page[pages] * 0, minlength=tenants.num_tenants)
+    def counts(owners: PageOwners, pages: Ids) -> Any:
+        return np.bincount(owners.of_page[pages] * 0, minlength=owners.num_owners)
 
-    patch.setattr(Tenants, "_count", count)
+    patch.setattr(PageOwners, "counts", counts)
+
+
+@mutant("tenants", "pages that change their tenant stay counted to the one that had their ids before")
+def counts_stay_behind(patch: Patch) -> None:
+    def give(owners: PageOwners, pages: Ids, numbers: Any) -> None:
+        owners.of_page[pages] = numbers
+
+    patch.setattr(PageOwners, "give", give)
+
+
+@mutant("tenants", "frames that a request frees stay counted to its tenant, until it can hold nothing")
+def what_is_freed_stays_counted(patch: Patch) -> None:
+    patch.setattr(OwnedColumn, "unbind", Column.unbind)
+
+
+@mutant("page owners", "a window that a duplicate leaves to a cached page is counted to none")
+def what_moves_is_not_counted(patch: Patch) -> None:
+    def move(column: OwnedColumn, old_pages: Ids, new_pages: Ids) -> None:
+        Column.move(column, old_pages, new_pages)
+        column.count(old_pages, -1)
+
+    patch.setattr(OwnedColumn, "move", move)
+
+
+@mutant("tenants", "idle frames count as idle once more when they are queued again, and a tenant seems to hold nothing")
+def what_is_pinned_again_counts_as_idle(patch: Patch) -> None:
+    patch.setattr(OwnedColumn, "_unqueue", Column._unqueue)
+
+
+@mutant("tenants", "a small request of a tenant passes its own large one, which never runs")
+def a_tenants_own_order_is_not_kept(patch: Patch) -> None:
+    real = Tenants.passes
+
+    def passes(tenants: Tenants, namespace: Any) -> bool:
+        found = real(tenants, namespace)
+        tenants._blocked[tenants.number(namespace)] = 0
+        return found
+
+    patch.setattr(Tenants, "passes", passes)
+
+
+@mutant("tenants", "a tenant whose request is larger than its floor waits, and so do its small ones within the floor")
+def any_request_is_more_than_a_floor(patch: Patch) -> None:
+    real = Tenants.blocks
+    patch.setattr(Tenants, "blocks", lambda tenants, namespace, num_pages: real(tenants, namespace, num_pages + 99))

@@ -19,7 +19,7 @@ from quire.spec.bundled import BUNDLED_MODELS, DEFAULT_MODEL
 from tests import mutants as shipped
 from tests import waits
 from tests.bench import test_sequential
-from tests.cache import test_path_ends
+from tests.cache import test_page_owners, test_path_ends
 from tests.cache.test_auditor import check_frames_that_move
 from tests.cache.test_hold import check_holds
 from tests.canary.machine import run_canary
@@ -195,6 +195,7 @@ TENANTS: tuple[Callable[[], object], ...] = (
     test_tenants.test_a_floor_is_lent_to_what_is_cached,
     test_tenants.test_running_requests_of_others_take_nothing_of_a_floor,
     test_tenants.test_a_full_tenant_blocks_no_other,
+    test_tenants.test_a_small_request_does_not_pass_a_large_one_of_its_tenant,
     test_tenants.test_what_can_never_run_is_refused_at_once,
     test_tenants.test_a_large_request_is_passed_within_floors_only,
     test_tenants.test_no_request_within_a_floor_is_preempted,
@@ -286,6 +287,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "index of caches": [lambda: check_events(restart_every=0.4, event_delay=0.2)],
     "sessions": SESSIONS,
     "tenants": TENANTS,
+    "page owners": [lambda seed=seed: test_page_owners.test_counts_follow_each_change(seed) for seed in range(10)],
     "hot slots": [lambda seed=seed: check_hot_slots(seed) for seed in range(20)],
     "tiles": [lambda seed=seed: check_steps(seed, AttentionBackend("torch")) for seed in range(20)],
     "links": [lambda seed=seed: check_link(seed) for seed in range(12)],

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from quire.cache import RequestKV
+from quire.cache.admission import Claim
 from quire.errors import OutOfPages
 from quire.offload.retention import Granted
 from quire.settings.fields import WritePolicy
@@ -73,8 +74,8 @@ def test_soft_retentions_give_way_before_a_request_waits_for_transfers() -> None
     before = tiered.now
     kv = tiered.begin(tokens_of(range(50, 60)), BOB)
     hit = tiered.cache.match(tokens_of(range(70, 80)), BOB)
-    assert tiered.cache.admission.why_not(hit, 12) == "", "what is kept softly counts as available"
-    assert "callers have pinned" not in str(tiered.cache.admission.why_not(hit, 13))
+    assert tiered.cache.admission.why_not(Claim(hit, 12)) == "", "what is kept softly counts as available"
+    assert "callers have pinned" not in str(tiered.cache.admission.why_not(Claim(hit, 13)))
     tiered.grow(kv, tokens_of(range(50, 60)))
     assert tiered.now == before and tiered.kept.totals.retentions_given_up == 1
     [left] = tiered.kept.listing().retentions
@@ -90,8 +91,8 @@ def test_what_one_holds_itself_is_not_available_to_it() -> None:
     keep(tiered, KEPT)
     hit = tiered.cache.match(asking(KEPT), ALICE)
     assert hit.num_pages == 4
-    assert tiered.cache.admission.why_not(hit, 12) == ""
-    assert tiered.cache.admission.why_not(hit, 13) != ""
+    assert tiered.cache.admission.why_not(Claim(hit, 12)) == ""
+    assert tiered.cache.admission.why_not(Claim(hit, 13)) != ""
     tiered.close()
 
 
@@ -140,7 +141,7 @@ def test_a_request_takes_over_the_state_that_it_begins_on_though_it_is_kept() ->
     assert keep(tiered, KEPT).granted_tokens == 16
     assert keep(tiered, KEPT, pin=True).reason.startswith("kept, but not pinned: what the longest request needs")
     hit = tiered.cache.match(asking(KEPT), ALICE)
-    assert hit.num_pages == 4 and tiered.cache.admission.why_not(hit, 6) == ""
+    assert hit.num_pages == 4 and tiered.cache.admission.why_not(Claim(hit, 6)) == ""
     assert tiered.compute(asking(KEPT)) == 16
     assert tiered.kept.totals.retentions_given_up == 1
     tiered.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from quire.cache.admission import Claim
 from quire.errors import OutOfPages
 from quire.observe.explain import Cause
 from quire.offload import prefetch as fetched_pieces
@@ -239,7 +240,7 @@ def test_a_prefix_is_computed_where_loading_it_leaves_no_frame_to_go_on_in() -> 
     assert tiers_of(world).hosts[1].table.frame.any()
     hit = world.cache.match(asking(tokens), ALICE)
     assert (hit.num_pages, hit.choice.declined_pages) == (0, 2)
-    assert not world.cache.admission.why_not(hit, 3), "it would wait for ever"
+    assert not world.cache.admission.why_not(Claim(hit, 3)), "it would wait for ever"
     world.close()
 
 

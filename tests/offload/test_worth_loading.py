@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from quire.cache.admission import Claim
 from quire.observe.explain import Cause
 from quire.spec.speculation import SpeculativeConfig
 from quire.tiers.transfer import Lane
@@ -91,6 +92,6 @@ def test_a_load_that_leaves_no_room_for_drafts_is_declined(frames: int, reused: 
     world.demote()
     hit = world.cache.match(asking(PROMPTS[0]), ALICE)
     assert hit.num_tokens == reused and bool(hit.choice.declined_pages) != bool(reused)
-    assert world.cache.admission.why_not(hit, 5) == ""
+    assert world.cache.admission.why_not(Claim(hit, 5)) == ""
     assert world.compute(asking(PROMPTS[0])) == reused
     world.close()

@@ -362,7 +362,7 @@ class TenantMachine:
         unheld = [0] * len(NAMES)
         for node in self.cache.tree.nodes():
             unheld[node.tenant] += 0 if node.level else node.num_pages
-        assert self.cache.tree.num_unheld == unheld
+        assert self.cache.tree.num_unheld.tolist() == unheld
         self.cache.audit()
 
     def check_evicted(self, before: Count, now: Count) -> None:

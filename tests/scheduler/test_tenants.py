@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from quire.cache import KVCache
 from quire.errors import InvalidInput, RequestTooLarge
 from quire.offload import Offloads, offload_of
-from quire.scheduler.policy import scheduling_policy
+from quire.scheduler.policy import TenantsRequests, scheduling_policy
 from quire.scheduler.request import Request, RequestState
 from quire.scheduler.sampling_params import SamplingParams
 from quire.scheduler.scheduler import Scheduler
@@ -49,6 +49,8 @@ class TenantServer:
         assert tenants is not None
         self.tenants = tenants
         policy = scheduling_policy("fcfs", tenants)
+        assert isinstance(policy, TenantsRequests)
+        self.turns = policy
         self.scheduler = Scheduler(self.cache, policy, max_running=max_running, max_tokens=64)
         self.model = FakeModel(self.cache, 3)
         self.arrived = 0
@@ -108,7 +110,7 @@ def test_a_floor_is_lent_to_what_is_cached() -> None:
     assert server.tenants.in_bytes()[1].tolist() == [0, 0, 36], "all memory is used while its owner does not want it"
     assert server.serve(QUIET, text(3, 20)) == 0
     assert server.tenants.in_bytes()[1].tolist()[1:] == [20, 20]
-    assert server.tenants.uses[2].lost_pages == 16
+    assert server.tenants.lost_pages[2] == 16
 
 
 def test_running_requests_of_others_take_nothing_of_a_floor() -> None:
@@ -132,6 +134,15 @@ def test_a_large_request_is_passed_within_floors_only() -> None:
     assert server.step() == [quiet]
     assert small.wait_reason == "a request of another tenant, which came before, waits for room"
     server.run(running, large, small, quiet)
+
+
+def test_a_small_request_does_not_pass_a_large_one_of_its_tenant() -> None:
+    server = TenantServer({"noisy": {"ceiling": "50%"}, "quiet": {}})
+    running = server.add(NOISY, text(1, 8), most=6)
+    assert server.step() == [running]
+    large, small = server.add(NOISY, text(2, 14), most=2), server.add(NOISY, text(3, 2), most=1)
+    assert server.step() == [] and small.state is RequestState.WAITING
+    server.run(running, large, small)
 
 
 def test_no_request_within_a_floor_is_preempted() -> None:
@@ -172,7 +183,7 @@ def test_a_full_tenant_loses_its_own_pages() -> None:
         server.serve(NOISY, text(number, 10))
         server.tenants._look()
         assert server.tenants.used[0, 1] <= 12
-    assert server.serve(QUIET, text(1, 12)) == 11 and server.tenants.uses[2].lost_pages == 0
+    assert server.serve(QUIET, text(1, 12)) == 11 and server.tenants.lost_pages[2] == 0
 
 
 def test_what_can_never_run_is_refused_at_once() -> None:
@@ -194,28 +205,28 @@ def test_turns_are_by_weight(weights: tuple[float, float]) -> None:
         for request in server.step():
             began[request.namespace.salt] += 1
             tokens = request.num_tokens - request.num_cached
-            server.tenants.charge(request.namespace, tokens, begins=True)
+            server.turns.charge(request.namespace, tokens, begins=True)
     assert began["quiet/"] == pytest.approx(48 * weights[0] / sum(weights), abs=2)
     assert queue[0].state is RequestState.FINISHED
 
 
 def test_who_was_away_has_saved_nothing() -> None:
     server = TenantServer({"quiet": {}, "noisy": {}})
-    order = server.tenants.take_turns({2: deque("n")}, lambda _: 10)
-    assert order == ["n"]
+    order = server.turns.take_turns({2: "n"}, lambda _: 10)
+    assert list(order) == ["n"]
     for tokens in (1000, 10):
-        server.tenants.charge(NOISY, tokens, begins=True)
-    server.tenants.take_turns({2: deque("n")}, lambda _: 10)
-    order = server.tenants.take_turns({1: deque("qqqqqq"), 2: deque("nnnnnn")}, lambda _: 10)
+        server.turns.charge(NOISY, tokens, begins=True)
+    list(server.turns.take_turns({2: "n"}, lambda _: 10))
+    order = list(server.turns.take_turns({1: "qqqqqq", 2: "nnnnnn"}, lambda _: 10))
     assert order[:6].count("n") == 2, "the one that comes back is as if it had always been there"
 
 
 def test_who_could_not_begin_has_saved_nothing_and_stops_no_clock() -> None:
     server = TenantServer({"quiet": {}, "noisy": {}, "third": {}})
     for _ in range(10):
-        server.tenants.take_turns({2: deque("n"), 3: deque("t")}, lambda _: 10)
-        server.tenants.charge(NOISY, 100, begins=True)
-    order = server.tenants.take_turns({1: deque("qqqq"), 2: deque("nnnn"), 3: deque("tttt")}, lambda _: 100)
+        list(server.turns.take_turns({2: "n", 3: "t"}, lambda _: 10))
+        server.turns.charge(NOISY, 100, begins=True)
+    order = list(server.turns.take_turns({1: "qqqq", 2: "nnnn", 3: "tttt"}, lambda _: 100))
     assert order.index("n") <= 3 and order[:6].count("t") == 2
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from quire.cache import KVCache
+from quire.cache.admission import Claim
 from quire.errors import OutOfPages
 from quire.spec.ids import Ids
 from quire.testing import ContentOracle
@@ -106,6 +107,6 @@ def test_the_largest_request_has_the_whole_arena() -> None:
         for _ in range(8):
             compute(cache, tokens(choices, choices.between(1, max(1, plan.context // 4))))
         prompt = tokens(choices, plan.context)
-        assert not cache.admission.why_not(cache.match(prompt), plan.pages_of(plan.context))
+        assert not cache.admission.why_not(Claim(cache.match(prompt), plan.pages_of(plan.context)))
         compute(cache, prompt)
         cache.audit()

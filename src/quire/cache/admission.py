@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +17,22 @@ from quire.prefix.node import Node
 from quire.spec.events import Namespace
 from quire.spec.ids import Bools, Ids
 from quire.spec.rank import Rank
+
+
+class Claim(NamedTuple):
+    """A request of `num_pages` pages that begins on a hit, or in the row of a session. Beside it running `rows` keep
+    what they need until each has `reached[i]` pages, and `reserve` more pages for each."""
+
+    begins: PrefixHit | RequestKV
+    num_pages: int
+    rows: Rows = NO_ROWS
+    reached: Lengths = NO_ROWS
+    reserve: int = 0
+
+    @property
+    def namespace(self) -> Namespace:
+        """That of the request."""
+        return self.begins.match.namespace if isinstance(self.begins, PrefixHit) else self.begins.namespace
 
 
 class Admission:
@@ -138,33 +155,22 @@ class Admission:
         kv.marks.setdefault(num_pages, Rank.USED)
         return num_pages > kv.lease.num_pages or any(group.is_pending(row, num_pages) for group in self._states)
 
-    def why_not(
-        self,
-        begins: PrefixHit | RequestKV,
-        num_pages: int,
-        rows: Rows = NO_ROWS,
-        reached: Lengths = NO_ROWS,
-        reserve: int = 0,
-        more: Sequence[int] = (),
-    ) -> str:
-        """Why a request of `num_pages` pages that begins on a hit, or in the row of a session, does not fit now; "" if
-        it fits, or would fit if `more` frames of each group, and page ids, were available. Reserves the frames that the
-        running `rows` need until each has `reached[i]` pages, and `reserve` more pages for each. Beside `rows`, what
-        their rooms spare is left to what is cached."""
-        claims = self._claims if isinstance(begins, PrefixHit) else self._claims_in_row
-        *found, (left, ids, spare_ids) = claims(begins, num_pages, rows, reached, reserve)  # type: ignore[arg-type]
+    def why_not(self, claim: Claim, more: Sequence[int] = ()) -> str:
+        """Why a request does not fit now; "" if it fits, or would if `more` frames of each group, and page ids, were
+        available. Beside running rows, what their rooms spare is left to what is cached."""
+        *found, (left, ids, spare_ids) = self._claims(claim)
         *frames, more_ids = more or [0] * (len(found) + 1)
-        counts = [sum(each) - n for each, n in zip(found, frames, strict=True)]
+        counts, num_running = [sum(each) - n for each, n in zip(found, frames, strict=True)], len(claim.rows)
         for room in self._rooms:
-            if (lack := room.lack(counts) + room.leaving + room.spared * (len(rows) > 0)) > 0:
+            if (lack := room.lack(counts) + room.leaving + room.spared * (num_running > 0)) > 0:
                 group, stride = max(
                     zip(room.groups, room.strides, strict=True), key=lambda each: found[each[0].index][1]
                 )
                 _, own, spare = found[group.index]
                 return _refusal(
-                    group.name, own, spare, own + spare - frames[group.index] - -(-lack // stride), len(rows)
+                    group.name, own, spare, own + spare - frames[group.index] - -(-lack // stride), num_running
                 )
-        return _refusal("all groups", ids, spare_ids, left, len(rows)) if ids + spare_ids > left + more_ids else ""
+        return _refusal("all groups", ids, spare_ids, left, num_running) if ids + spare_ids > left + more_ids else ""
 
     def check(self, namespace: Namespace, prompt: int, max_tokens: int) -> None:
         """Refuse a request that the plan admits, and that a request of its namespace can never have."""
@@ -178,55 +184,45 @@ class Admission:
         most = max((num_pages for _, num_pages in requests), default=0)
         return [group.needs(most, 0) if most else 0 for group in self._groups]
 
-    def passes(self, namespace: Namespace) -> bool:
-        """A waiting request of this namespace lacks room: whether others may begin before it."""
-        return False
-
-    def was_passed(self, namespace: Namespace) -> bool:
-        """Whether a request of this namespace would pass one that lacks room, and before which it must not begin."""
-        return False
-
-    def gives_way(self, kv: RequestKV | None) -> bool:
-        """Whether a running request may be preempted for those that lacked room last."""
-        return True
-
     def _soft(self, group: GroupCache) -> int:
         """Frames of a group that only soft retentions hold."""
         return self._retention.num_soft(None if group.reach.whole else group)
 
-    def _claims(
-        self, hit: PrefixHit, num_pages: int, rows: Rows, reached: Lengths, reserve: int
-    ) -> Iterator[tuple[int, int, int]]:
+    def _claims(self, claim: Claim) -> Iterator[tuple[int, int, int]]:
         """For each group the frames that stay, and those needed and reserved; then for page ids how many are available,
         needed and reserved. What *stays* is neither free nor evictable nor softly retained, or is the request's own
         prefix, or is reserved for `reached`."""
-        retention, soft_of_hit = self._retention, self._retention.num_soft_of(hit.match, hit.num_pages)
-        have = -(-self._rows.num_allocated[rows] // self._size)
-        for group in self._groups:
-            part = None if group.reach.whole else group
-            own_soft = soft_of_hit if part is None else retention.num_soft_of(hit.match, hit.num_pages, part)
-            pinned = group.would_pin(hit.pages, hit.num_evictable) + own_soft
-            stay = group.num_held - retention.num_soft(part) + pinned + group.remaining(rows, have, reached)
-            loads = hit.choice.loads[group.index] if hit.choice.loads else 0
-            spare = 0 if group.reach.in_place else len(rows) * reserve
-            yield stay, group.needs(num_pages, hit.num_pages) + loads, spare
-        left = self.num_available_pages - hit.num_evictable - soft_of_hit - int((reached - have).sum())
-        yield left, num_pages - hit.num_pages, len(rows) * reserve
+        retention, num_spare = self._retention, len(claim.rows) * claim.reserve
+        *reserved, reserved_ids = [int(each.sum()) for each in self._reserved(claim)]
+        *needs, ids = self._needs(claim)
+        hit = claim.begins if isinstance(claim.begins, PrefixHit) else None
+        soft_of_hit = retention.num_soft_of(hit.match, hit.num_pages) if hit is not None else 0
+        for group, own, later in zip(self._groups, needs, reserved, strict=True):
+            stay = group.num_held - self._soft(group) + later
+            if hit is not None:
+                soft = soft_of_hit if group.reach.whole else retention.num_soft_of(hit.match, hit.num_pages, group)
+                stay += group.would_pin(hit.pages, hit.num_evictable) + soft
+            yield stay, own, 0 if group.reach.in_place else num_spare
+        left = self.num_available_pages - reserved_ids - soft_of_hit
+        yield left - (hit.num_evictable if hit is not None else 0), ids, num_spare
 
-    def _claims_in_row(
-        self, kv: RequestKV, num_pages: int, rows: Rows, reached: Lengths, reserve: int
-    ) -> Iterator[tuple[int, int, int]]:
-        """As `_claims`, for a request that goes on in a row, whose pages stay."""
-        num_running = len(rows)
-        have = -(-self._rows.num_allocated[rows] // self._size)
-        row, own = np.array([kv.row]), np.array([-(-self._rows.allocated(kv) // self._size)])
-        needed = np.maximum(own, num_pages)
+    def _needs(self, claim: Claim) -> list[int]:
+        """Frames of each group, and page ids in the last place, that the request itself allocates."""
+        begins, num_pages = claim.begins, claim.num_pages
+        if isinstance(begins, PrefixHit):
+            loads = begins.choice.loads or [0] * len(self._groups)
+            needs = [g.needs(num_pages, begins.num_pages) + n for g, n in zip(self._groups, loads, strict=True)]
+            return [*needs, num_pages - begins.num_pages]
+        row, have = np.array([begins.row]), np.array([-(-self._rows.allocated(begins) // self._size)])
+        after = np.maximum(have, num_pages)
+        return [*(int(g.remaining(row, have, after)[0]) for g in self._groups), int((after - have)[0])]
+
+    def _reserved(self, claim: Claim) -> Iterator[Lengths]:
+        """For each group, and for page ids, what each running row needs until it has `reached`."""
+        have = -(-self._rows.num_allocated[claim.rows] // self._size)
         for group in self._groups:
-            stay = group.num_held - self._soft(group) + group.remaining(rows, have, reached)
-            spare = 0 if group.reach.in_place else num_running * reserve
-            yield stay, group.remaining(row, own, needed), spare
-        left = self.num_available_pages - int((reached - have).sum())
-        yield left, int((needed - own).sum()), num_running * reserve
+            yield group.remaining(claim.rows, have, claim.reached)
+        yield claim.reached - have
 
 
 def _refusal(name: str, own: int, spare: int, left: int, num_running: int) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,13 +52,6 @@ class NewPages:
     table: Ids
 
 
-class FrameTenants(Protocol):
-    """What a group asks of tenants (`quire.cache.tenants`)."""
-
-    def may_keep(self, group: int, row: int, rank: Rank) -> bool:
-        """Whether a row may have one frame more of a group, for a checkpoint of this rank, which is free then."""
-
-
 class GroupBase:
     """One group. Counters are explained in `quire.cache.statistics.FrameCounts`."""
 
@@ -72,7 +65,7 @@ class GroupBase:
         self.dropped_frames = self.revived_frames = self.left = self.skipped = 0
         self.quarantined: list[int] = []  # frames whose bytes changed by themselves, the oldest first
         self.room: Room  # what it shares with other groups, or has alone
-        self.tenants: FrameTenants | None = None
+        self.may_keep: Callable[[int, int, Rank], bool] | None = None  # see `Tenants.may_keep`
         self._tree = tree
 
     @property
@@ -160,12 +153,13 @@ class PagedGroup(GroupBase):
         read = num_cached - self.reach.first(num_cached)  # pinned from the start
         return min(num_pages - num_cached, max(1, self.reach.held(num_pages) - read))
 
-    def remaining(self, rows: Rows, have: Lengths, reached: Lengths) -> int:
-        """The most frames that these rows, which have `have[i]` pages, will allocate until they have `reached[i]`."""
+    def remaining(self, rows: Rows, have: Lengths, reached: Lengths) -> Lengths:
+        """The most frames that each of these rows, with `have[i]` pages, will allocate until it has `reached[i]`."""
         if self.reach.whole:
-            return int((reached - have).sum())
+            return reached - have
         most = np.minimum(reached, self._held)
-        return int(np.clip(most - (have - self.first[rows]), 0, np.maximum(0, reached - have)).sum())
+        found: Lengths = np.clip(most - (have - self.first[rows]), 0, np.maximum(0, reached - have))
+        return found
 
     def wanted(self, rows: Rows, num_new: int) -> int:
         """Frames that these rows allocate next, with `num_new` new pages in all."""
@@ -233,12 +227,12 @@ class PagedGroup(GroupBase):
         """Allocate a frame for each of these cached pages without one, before a load. Returns the frames."""
         return self.frames.take(pages)
 
-    def evict(self, num_frames: int, most: Rank = Rank.USED, may_go: Callable[[Ids], Bools] | None = None) -> int:
-        """Reclaim up to `num_frames` frames of cached pages, of at most that rank. The pages stay cached. Returns how
-        many. If given, `may_go` says which."""
+    def evict(self, num_frames: int, most: Rank = Rank.USED, tenant: int = 0) -> int:
+        """Reclaim up to `num_frames` frames of cached pages, of at most that rank, which stay cached. Returns how many.
+        Where there are tenants, those of one."""
         if self.reach.whole:
             return 0
-        pages = self.table.reclaim(num_frames, most, may_go)
+        pages = self.table.reclaim(num_frames, most, tenant)
         self.frames.vacate(pages)
         self.dropped_frames += len(pages)
         self._tree.lost(pages)

@@ -25,11 +25,12 @@ from quire.cache.sessions import Sessions
 from quire.cache.states import GroupCache, StateGroup, StatePieces
 from quire.cache.statistics import CacheCounters, CacheStatistics, count_frames, usage_of
 from quire.cache.tenant_admission import TenantAdmission
+from quire.cache.tenant_audit import tenant_faults
 from quire.cache.tenant_growth import TenantGrowth
 from quire.cache.tenants import Tenants
 from quire.errors import InvalidInput, OutOfPages
 from quire.memory.allocator import DeviceFrames, PageFrames, SlotFrames
-from quire.memory.residency import Residency
+from quire.memory.residency import Column, Residency
 from quire.observe.explain import Cause, FromPeer, arrived_tokens
 from quire.plan.budget import MemoryPlan
 from quire.prefix.evict import DEFAULT_POLICY, eviction_policy
@@ -100,6 +101,7 @@ class KVCache:
         tenants: Sequence[TenantTerms] = (),
     ) -> None:
         num_pages = plan.num_pages + offload.num_pages(plan)
+        shares = Tenants(tenants, plan, num_pages) if tenants else None
         frames = DeviceFrames(
             plan.groups,
             [plan.frames_of(group) for group in range(len(plan.groups))],
@@ -108,13 +110,13 @@ class KVCache:
             tiers=(Tier.DEVICE, *offload.below),
             on_host=plan.groups_on_host,
             arena=plan.arena,
+            column=Column if shares is None else shares.owners.column,
         )
         table = frames.table
         self.plan = plan
         self.page_size = plan.page_size
         self.explains = explains
         self.share_prefixes = share_prefixes
-        shares = Tenants(tenants, plan, num_pages) if tenants else None
         make = partial(eviction_policy, eviction)
         self.tree = RadixCache(
             plan.page_size,
@@ -158,12 +160,12 @@ class KVCache:
         admits: Callable[..., Admission] = Admission
         grows: Callable[..., Growth] = Growth
         if shares is not None:
-            free = lambda: self.pages.num_free_pages  # noqa: E731 - a property, not a method
             self.parts.resized.append(shares.resized)
-            shares.attach(self.groups, self.parts.rooms, table, self.tree, free, self._changed)
+            self.parts.audits.append(partial(tenant_faults, shares))
+            shares.attach(self.groups, self.parts.rooms, table, self.tree, self._changed)
             admits, grows = partial(TenantAdmission, shares), partial(TenantGrowth, shares)
-        for group in self.groups:
-            group.tenants = shares
+            for group in self.groups:
+                group.may_keep = shares.may_keep
         self.offload = offload.make(self.parts)
         self.sessions = Sessions(self.parts, sessions, self, self._shorten)
         self.admission = admits(self.parts, self.offload.retention)

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from quire.cache.groups import DamagedPages, resume_point
 from quire.cache.hold import Holds
 from quire.cache.request_kv import Choice, PrefixHit, RequestKV
 from quire.cache.room import Room
-from quire.cache.running import RunningTables
+from quire.cache.running import Lengths, RunningTables
 from quire.cache.states import GroupCache
 from quire.cache.tenants import Tenants
 from quire.memory.allocator import BaseTokenToKVPoolAllocator, GroupFrames
@@ -96,9 +98,9 @@ class RetentionPort:
         """End the expired retentions, and return their number. O(1) where there are none."""
         return 0
 
-    def soft_by_tenant(self, match: Match, num_pages: int) -> list[int]:
+    def soft_by_tenant(self, match: Match, num_pages: int) -> Lengths:
         """The pages of `num_soft` without those of `num_soft_of`, by tenant."""
-        return [0]
+        return np.zeros(1, dtype=np.int64)
 
     def give_way(self, wanted: Sequence[int], num_new: int, lack: int = 0) -> bool:
         """End soft retentions until `wanted` frames per group and `num_new` page ids are available, and `lack` pages

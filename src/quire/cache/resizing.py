@@ -114,7 +114,7 @@ class Resizing:
         for group in self._sized:
             index, ids = group.index, group.frames.allocator.ids
             least[index] = min(ids.size, max(self.goal[index], promised[index]))
-            reserved[index] = group.remaining(rows, have, reached)
+            reserved[index] = int(group.remaining(rows, have, reached).sum())
             if least[index] > ids.limit:
                 ids.resize(least[index])
         self._evict(least, reserved)

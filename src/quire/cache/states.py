@@ -15,7 +15,7 @@ settled, the frame of the last accepted draft becomes the request's own.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -84,8 +84,9 @@ class StateGroup(GroupBase):
     def needs(self, num_pages: int, num_cached: int) -> int:
         return 1 + self._num_drafts
 
-    def remaining(self, rows: Rows, have: Lengths, reached: Lengths) -> int:
-        return int(np.count_nonzero(self._frame[rows] == 0)) * (1 + self._num_drafts)
+    def remaining(self, rows: Rows, have: Lengths, reached: Lengths) -> Lengths:
+        found: Lengths = (self._frame[rows] == 0) * np.int64(1 + self._num_drafts)
+        return found
 
     def position(self, row: int) -> int:
         """The tokens after which a row's frame is, those of launched steps among them."""
@@ -226,9 +227,10 @@ class StateGroup(GroupBase):
         return StatePieces(*found), released
 
     def num_own(self) -> Lengths:
-        counts = (self._frame != 0) * (1 + self._num_drafts) + (self._previous_frame != 0)
-        found: Lengths = counts + np.array([len(each) for each in self._unsettled])
-        return found
+        counts: Lengths = (self._frame != 0) * (1 + self._num_drafts) + (self._previous_frame != 0)
+        for row in np.flatnonzero(self._oldest != sys.maxsize).tolist():
+            counts[row] += len(self._unsettled[row])
+        return counts
 
     def settle(self, row: int, num_tokens: int) -> None:
         """The first `num_tokens` tokens have settled; some of them may have been drafts."""
@@ -302,8 +304,8 @@ class StateGroup(GroupBase):
     def commit_private(self, new: NewPages) -> list[GroupRelease]:
         return []  # such a request stores nothing
 
-    def evict(self, num_frames: int, most: Rank = Rank.USED, may_go: Callable[[Ids], Bools] | None = None) -> int:
-        pages = self.table.reclaim(num_frames, most, may_go)
+    def evict(self, num_frames: int, most: Rank = Rank.USED, tenant: int = 0) -> int:
+        pages = self.table.reclaim(num_frames, most, tenant)
         self.frames.drop(pages)
         self.dropped_frames += len(pages)
         self._tree.lost(pages)
@@ -395,8 +397,8 @@ class StateGroup(GroupBase):
         still_to_come = int(np.count_nonzero(self._frame == 0)) * (1 + self._num_drafts)
         if self.room.obtainable(self) <= still_to_come:
             return 0
-        if self.tenants is not None:
-            if not self.tenants.may_keep(self.index, row, rank):
+        if self.may_keep is not None:
+            if not self.may_keep(self.index, row, rank):
                 return 0
         elif not self.num_free and not self.evict(1, rank):
             return 0

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from quire.cache.admission import Admission
+from quire.cache.admission import Admission, Claim
+from quire.cache.groups import NO_PAGES
 from quire.cache.request_kv import PrefixHit, RequestKV
-from quire.cache.running import NO_ROWS, Lengths, Rows
+from quire.cache.running import Lengths
 from quire.cache.tenants import Tenants
-from quire.errors import RequestTooLarge
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.spec.speculation import get_drafts_beyond_end
@@ -32,26 +32,16 @@ class TenantAdmission(Admission):
         left = self._tenants.pages_left(kv.row, [group.index for group in self._windows])
         return max(1, min(least, slack + left * self._size))
 
-    def why_not(
-        self,
-        begins: PrefixHit | RequestKV,
-        num_pages: int,
-        rows: Rows = NO_ROWS,
-        reached: Lengths = NO_ROWS,
-        reserve: int = 0,
-        more: Sequence[int] = (),
-    ) -> str:
-        wanted = self._claims_by_tenant(begins, num_pages, rows, reached, reserve)
-        soft = self._soft_by_tenant(begins)
-        objection = self._tenants.objection(_namespace_of(begins), wanted, soft, max(more, default=0))
-        if objection is None or objection:
-            return objection or ""
-        return super().why_not(begins, num_pages, rows, reached, reserve, more)
+    def why_not(self, claim: Claim, more: Sequence[int] = ()) -> str:
+        hit, soft = claim.begins, np.zeros(1, dtype=np.int64)
+        if isinstance(hit, PrefixHit):
+            soft = self._retention.soft_by_tenant(hit.match, hit.num_pages) * self._tenants.over
+        wanted = self._claims_by_tenant(claim)
+        objection = self._tenants.objection(claim.namespace, wanted, soft, max(more, default=0))
+        return super().why_not(claim, more) if objection == "" else objection or ""
 
     def check(self, namespace: Namespace, prompt: int, max_tokens: int) -> None:
-        if why := self._tenants.too_large(namespace, self._plan.pages_of(prompt + max_tokens)):
-            fix = "lower max_tokens, shorten the prompt, or raise the tenant's ceiling."
-            raise RequestTooLarge(f"a request of {prompt + max_tokens:,} tokens {why}.", fix=fix)
+        self._tenants.check_request(namespace, prompt + max_tokens, self._plan.pages_of(prompt + max_tokens))
 
     def largest_request(self, namespace: Namespace) -> int:
         plan = self._plan
@@ -63,45 +53,17 @@ class TenantAdmission(Admission):
         needs = [self._tenants.frames_for(*each) for each in set(requests)]
         return [max(each) for each in zip(*needs, strict=True)] or [0] * len(self._groups)
 
-    def passes(self, namespace: Namespace) -> bool:
-        return self._tenants.passes(namespace)
-
-    def was_passed(self, namespace: Namespace) -> bool:
-        return self._tenants.was_passed(namespace)
-
-    def gives_way(self, kv: RequestKV | None) -> bool:
-        return kv is not None and bool(self._tenants.over[self._tenants.of_row[kv.row]])
-
-    def _claims_by_tenant(
-        self,
-        begins: PrefixHit | RequestKV,
-        num_pages: int,
-        rows: Rows,
-        reached: Lengths,
-        reserve: int,
-    ) -> Lengths:
+    def _claims_by_tenant(self, claim: Claim) -> Lengths:
         """Frames that become held, by group and tenant, and page ids in the last line: what `_claims` reserves for
         rows, and what a request pins and needs."""
-        have, of = -(-self._rows.num_allocated[rows] // self._size), self._tenants.of_row[rows]
-        asks = np.zeros(len(self._groups) + 1, dtype=np.int64)
-        if isinstance(begins, PrefixHit):
-            wanted = self._tenants.pages_by(list(self._pinned_by(begins)))
-            loads = begins.choice.loads or [0] * len(self._groups)
-            needs = [g.needs(num_pages, begins.num_pages) + n for g, n in zip(self._groups, loads, strict=True)]
-            asks[:] = [*needs, num_pages - begins.num_pages]
-        else:
-            row, had = np.array([begins.row]), np.array([-(-self._rows.allocated(begins) // self._size)])
-            needed = np.maximum(had, num_pages)
-            wanted = np.zeros((len(asks), len(self._tenants.terms)), dtype=np.int64)
-            asks[:] = [*(g.remaining(row, had, needed) for g in self._groups), int((needed - had).sum())]
-        wanted[:, self._tenants.number(_namespace_of(begins))] += asks
-        for tenant in np.unique(of).tolist():
-            mine = of == tenant
-            some, spare = rows[mine], int(np.count_nonzero(mine)) * reserve
-            for at, group in enumerate(self._groups):
-                wanted[at, tenant] += group.remaining(some, have[mine], reached[mine])
-                wanted[at, tenant] += 0 if group.reach.in_place else spare
-            wanted[-1, tenant] += int((reached - have)[mine].sum()) + spare
+        tenants, needs = self._tenants, self._needs(claim)
+        hit = claim.begins if isinstance(claim.begins, PrefixHit) else None
+        pinned = [NO_PAGES] * len(needs) if hit is None else list(self._pinned_by(hit))
+        wanted = tenants.pages_by(pinned)
+        wanted[:, tenants.number(claim.namespace)] += needs
+        carries = [*(group.reach.in_place for group in self._groups), False]
+        for at, reserved in enumerate(self._reserved(claim)):
+            wanted[at] += tenants.by_tenant(claim.rows, reserved + claim.reserve * (not carries[at]))
         return wanted
 
     def _pinned_by(self, hit: PrefixHit) -> Iterator[Ids]:
@@ -112,13 +74,3 @@ class TenantAdmission(Admission):
             needed = group.needed_pages(hit.pages)
             yield idle if group.reach.whole else needed[group.table.ticket[needed] != 0]
         yield idle
-
-    def _soft_by_tenant(self, begins: PrefixHit | RequestKV) -> Lengths:
-        counts = [0]
-        if isinstance(begins, PrefixHit):
-            counts = self._retention.soft_by_tenant(begins.match, begins.num_pages)
-        return np.array(counts, dtype=np.int64) * self._tenants.over
-
-
-def _namespace_of(begins: PrefixHit | RequestKV) -> Namespace:
-    return begins.match.namespace if isinstance(begins, PrefixHit) else begins.namespace

@@ -49,10 +49,10 @@ class TenantGrowth(Growth):
         super()._grow(kvs, rows, num_new, longer, before, after)
         if num_new:
             pages, owners = pages_between(self._rows.pages, longer, starts, ends)
-            self._tenants.of_page[pages] = self._tenants.of_row[longer[owners]]
+            self._tenants.owners.give(pages, self._tenants.of_row[longer[owners]])
 
     def _is_bound(self) -> bool:
-        return self._tenants.is_tight(self._claims)
+        return bool(self._tenants.refusal(self._claims)) or any(self._tenants.overflows())
 
     def _short(self, wanted: Sequence[int], num_new: int) -> OutOfPages | None:
         free = self._parts.pages.num_free_pages
@@ -60,7 +60,7 @@ class TenantGrowth(Growth):
         if self._all_end:
             self._tenants.over = np.ones_like(self._tenants.over)
         elif why:
-            return self._tenants.out_of_pages(num_new, free, why)
+            return OutOfPages(group="pages", wanted=num_new, free=free, evictable=0, held_by=why)
         return super()._short(wanted, num_new)
 
     def _evict(self, wanted: Sequence[int], num_new: int, cause: str) -> None:
@@ -76,12 +76,11 @@ class TenantGrowth(Growth):
                 tenants.refusal(claims)
                 tenants.begin_eviction()
             super()._evict(wanted, num_new, cause)
-            tenants.granted(claims)
         finally:
             tenants.end_eviction()
 
     def _evict_pages(self, num_pages: int, num_new: int, cause: str) -> None:
-        idle = list(self._parts.tree.num_unheld)
+        idle = self._tenants.num_unheld.copy()
         super()._evict_pages(num_pages, num_new, cause)
         self._tenants.lost(idle)
 

@@ -14,18 +14,17 @@ leave a choice, the tenant with most above its floor loses first, by weight.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from quire.cache.page_owners import OwnedColumn, PageOwners
 from quire.cache.room import Room
-from quire.cache.running import Lengths, Rows
+from quire.cache.running import NO_ROWS, Lengths, Rows
 from quire.cache.states import GroupCache
-from quire.errors import InvalidInput, OutOfPages
+from quire.errors import InvalidInput, RequestTooLarge
 from quire.memory.residency import Residency
 from quire.plan.budget import MemoryPlan
 from quire.prefix.radix_cache import RadixCache
@@ -36,19 +35,12 @@ from quire.spec.ids import Bools, Ids, Tier
 from quire.spec.pages import pages_for
 from quire.spec.rank import Rank
 
-R = TypeVar("R")
-
-_FEW = 16  # tenants, which are counted one by one
 _ENDLESS = 1e6  # times the memory: no ceiling
-
-
-@dataclass(slots=True)
-class TenantUse:
-    """What became of one tenant's requests."""
-
-    prompt_tokens: int = 0
-    hit_tokens: int = 0
-    lost_pages: int = 0  # cached pages that left the device for requests of others
+_BLOCKED = (
+    "",
+    "an earlier request of its tenant waits for room",
+    "a request of another tenant, which came before, waits for room",
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +49,6 @@ class Account:
     page id; `per_page` are those of a page that leaves with all its frames, 0 where no page leaves for this room."""
 
     room: Room | None
-    group: int
     strides: Lengths
     per_page: int
 
@@ -65,39 +56,34 @@ class Account:
         """Its units now, or those that it has when a change of its size has ended, which `plan` is the goal of."""
         if self.room is None:
             return plan.num_pages
-        return self.room.total if now or self.room.is_shared else plan.split[self.group]
-
-
-@dataclass(slots=True)
-class Turns:
-    """Weighted fair queueing: tokens of each tenant's requests divided by its weight; `now` is what it was before the
-    last one that began."""
-
-    spent: list[float]
-    now: float = 0.0
+        return self.room.total if now or self.room.is_shared else plan.split[self.room.indices[0]]
 
 
 class Tenants(TenantShares):
     """The tenants of one cache, by number; 0 is `default`. Only the thread of the step loop may use it. Arrays of
-    amounts are int64 `[accounts, tenants]`, in units of each room."""
+    amounts are int64 `[accounts, tenants]`, in units of each room. A step costs O(tenants) in numpy, however many
+    page ids there are and requests wait."""
 
     def __init__(self, terms: Sequence[TenantTerms], plan: MemoryPlan, num_pages: int) -> None:
-        self.terms = list(terms)
-        self.of_page = np.zeros(num_pages + 1, dtype=np.uint8)
-        self.of_row = np.zeros(plan.max_requests, dtype=np.uint8)
-        self.uses = [TenantUse() for _ in terms]
         self.num_tenants = len(terms)
+        self.owners = PageOwners(num_pages, len(terms))
+        self.of_row = np.zeros(plan.max_requests, dtype=np.uint16)
+        self.lost_pages: Lengths = np.zeros(len(terms), dtype=np.int64)
+        """Cached pages of each that left the device for requests of others."""
         self.over: Bools = np.ones(len(terms), dtype=np.bool_)
         """Those that hold more than they are promised, as of the last question: what they hold may end for others."""
         self._numbers = {key: number for number, each in enumerate(terms) for key in each.keys}
         self._plan = plan  # that of the size that was asked for last
-        self._turns = Turns([0.0] * len(terms))
-        self._limits: dict[bool, tuple[Lengths, Lengths, Lengths]] = {}  # keys: now, or later; totals, floors, ceilings
+        self._have(list(terms))
         self._is_limited = False  # tenants lose only what those who ask let them lose
         self._only: int | None = None  # the one that makes room within its ceiling now
-        self._kept = [0] * len(terms)  # idle pages of each that stay now
-        self._passed = [False] * len(terms)  # those whose first request lacks room in this round of admissions
-        self._is_short = False  # and others may begin within their floors only
+        self._kept: Lengths = np.zeros(len(terms), dtype=np.int64)  # idle pages of each that stay now
+        self._blocked: Lengths = np.zeros(len(terms), dtype=np.int64)  # in this round of admissions, see `_BLOCKED`
+        self._is_short = False  # others may begin within their floors only
+
+    def _have(self, terms: list[TenantTerms]) -> None:
+        self.terms, self._weights = terms, np.array([each.weight for each in terms])
+        self._limits: dict[bool, tuple[Lengths, Lengths, Lengths]] = {}  # keys: now, or later; totals, floors, ceilings
 
     def attach(
         self,
@@ -105,27 +91,27 @@ class Tenants(TenantShares):
         rooms: Sequence[Room],
         frames: Residency,
         tree: RadixCache,
-        num_free_pages: Callable[[], int],
         changed: Callable[[], None],
     ) -> None:
         """The cache is built of these parts. `changed` reports that requests that did not fit may fit now."""
-        self._groups, self._rooms, self._frames, self._tree = tuple(groups), tuple(rooms), frames, tree
-        self._num_free_pages, self._changed = num_free_pages, changed
+        self._groups, self._changed = groups, changed
         num_groups, whole = len(groups), [group.reach.whole for group in groups]
+        self.num_unheld: Lengths = np.frombuffer(tree.num_unheld, dtype=np.int64)
+        """Those of the tree, live."""
+        tables = [*(group.table for group in groups), frames.anchor(Tier.DEVICE)]
+        self.tables = [table for table in tables if isinstance(table, OwnedColumn)]
         self._accounts: list[Account] = []
-        for room in rooms:
+        for room in [*rooms, *([] if any(whole) else [None])]:
             strides = np.zeros(num_groups + 1, dtype=np.int64)
-            strides[list(room.indices)] = room.strides
-            leaves = any(whole[index] for index in room.indices)
-            self._accounts.append(Account(room, room.indices[0], strides, int(strides.sum()) * leaves))
-        if not any(whole):
-            strides = np.zeros(num_groups + 1, dtype=np.int64)
-            strides[-1] = 1
-            self._accounts.append(Account(None, 0, strides, 1))
+            strides[[-1] if room is None else list(room.indices)] = 1 if room is None else room.strides
+            leaves = room is None or any(whole[index] for index in room.indices)
+            self._accounts.append(Account(room, strides, int(strides.sum()) * leaves))
+        layouts = [group.layout.bytes_per_frame for group in self._plan.groups]
+        sizes = [1 if room.is_shared else layouts[room.indices[0]] for room in rooms]
+        self._unit_bytes = np.array([*sizes, 0][: len(self._accounts)])
         self._strides = np.stack([each.strides for each in self._accounts])
         self._main = next(at for at, each in enumerate(self._accounts) if each.per_page)
-        self._bound: npt.NDArray[np.float64] = np.full((len(self._accounts), len(self.terms)), np.inf)
-        self._wanted = np.zeros_like(self._bound, dtype=np.int64)
+        self._wanted: Lengths = np.zeros((len(self._accounts), len(self.terms)), dtype=np.int64)
         self._look()
         self.check(self.terms)
 
@@ -144,12 +130,7 @@ class Tenants(TenantShares):
     @property
     def num_bytes(self) -> int:
         """The KV memory that is shared, in bytes, when a change of its size has ended."""
-        return self._bytes_of(self._totals(now=False))
-
-    def _bytes_of(self, totals: Lengths) -> int:
-        layouts = [group.layout.bytes_per_frame for group in self._plan.groups]
-        units = [1 if room.is_shared else layouts[room.indices[0]] for room in self._rooms]
-        return sum(int(total) * size for total, size in zip(totals.tolist(), units, strict=False))
+        return int(self._unit_bytes @ self._totals(now=False))
 
     def check(self, terms: Sequence[TenantTerms], num_bytes: int | None = None) -> None:
         """Raise InvalidInput unless the cache can keep these terms, now or with so many bytes."""
@@ -172,13 +153,13 @@ class Tenants(TenantShares):
         after[at] = after[at].changed(given)
         self.check(after)
         plan = self._plan
-        self.terms, self._limits = after, {}
+        self._have(after)
         for request_id, namespace, num_pages in requests:
             if num_pages > (most := self.most_pages(namespace)):
-                self.terms, self._limits = before, {}
-                whose = before[self.number(namespace)].name
+                self._have(before)
                 raise InvalidInput(
-                    f"request {request_id} of tenant '{whose}' needs {num_pages} pages, and could have {most} then.",
+                    f"request {request_id} of tenant '{self.name(self.number(namespace))}' needs {num_pages} pages, "
+                    f"and could have {most} then.",
                     fix="wait until it has ended, or end it.",
                 )
         room = (
@@ -187,13 +168,12 @@ class Tenants(TenantShares):
             - self.promised_in(plan.num_pages, plan.pool_bytes)
         )
         if num_pinned and (num_pinned > room or self.terms[at].ceiling is not None):
-            self.terms, self._limits = before, {}
+            self._have(before)
             raise InvalidInput(
                 f"retentions have pinned {num_pinned} pages, and with these terms {max(0, room)} could be, of tenants "
                 f"without a ceiling.",
                 fix="release pins (POST /v1/cache/release), or wait until they have expired.",
             )
-        self._bound[:] = np.inf
         self._changed()
 
     def limits(self, *, now: bool = True) -> tuple[Lengths, Lengths]:
@@ -202,7 +182,7 @@ class Tenants(TenantShares):
         totals = self._totals(now=now)
         kept = self._limits.get(now)
         if kept is None or not np.array_equal(totals, kept[0]):
-            total_bytes = max(1, self._bytes_of(totals))
+            total_bytes = max(1, int(self._unit_bytes @ totals))
             floors = [min(1.0, each.floor.of(total_bytes)) for each in self.terms]
             ceilings = [_ENDLESS if each.ceiling is None else each.ceiling.of(total_bytes) for each in self.terms]
             found = [(totals[:, None] * np.array(part)).astype(np.int64) for part in (floors, ceilings)]
@@ -213,7 +193,7 @@ class Tenants(TenantShares):
         return int(num_pages * min(1.0, sum(each.floor.of(num_bytes) for each in self.terms)))
 
     def got_pages(self, pages: Ids, tenant: int) -> None:
-        self.of_page[pages] = tenant
+        self.owners.give(pages, tenant)
 
     def got_row(self, row: int, tenant: int) -> None:
         self.of_row[row] = tenant
@@ -258,74 +238,47 @@ class Tenants(TenantShares):
             for at in [next(at for at, each in enumerate(self._accounts) if each.strides[index])]
         ]
 
-    def _count(self, pages: Bools) -> Lengths:
-        """Pages by tenant."""
-        if len(self.terms) > _FEW:
-            return np.bincount(self.of_page[pages], minlength=len(self.terms))
-        return np.array([np.count_nonzero(pages & (self.of_page == each)) for each in range(len(self.terms))])
+    def by_tenant(self, rows: Rows, amounts: Lengths) -> Lengths:
+        """The sums of `amounts[i]` of each row, by tenant."""
+        return np.bincount(self.of_row[rows], amounts, self.num_tenants).astype(np.int64)
 
     def _look(self) -> None:
-        """Count what is used, and what of it is idle, from the residency table. O(page ids)."""
-        groups, frames = self._groups, self._frames
-        used = np.zeros((len(groups) + 1, len(self.terms)), dtype=np.int64)
-        idle, unheld = np.zeros_like(used), self._tree.num_unheld
-        taken = [0] * (len(groups) + 1)
-        for at, group in enumerate(groups):
-            used[at] = self._count(group.table.frame != 0)
-            idle[at] = self._count(group.table.ticket != 0) if group.table.reclaims else unheld
+        """What is used now, and what of it is idle. O(tenants + rows)."""
+        tables = self.tables
+        used = np.array([table.frames_by for table in tables])
+        idle = np.array([table.idle_by.sum(axis=0) if table.reclaims else self.num_unheld for table in tables])
+        for at, group in enumerate(self._groups):
             if group.reach.in_place:
-                used[at] += np.bincount(self.of_row, group.num_own(), len(self.terms)).astype(np.int64)
-            taken[at] = group.frames.num_used
-        used[-1], idle[-1] = self._count(frames.anchor(Tier.DEVICE).frame != 0), unheld
-        taken[-1] = int(used[-1].sum())
+                own = group.num_own()
+                used[at] += self.by_tenant(np.arange(len(own)), own)
+        taken = np.array([*(group.frames.num_used for group in self._groups), int(used[-1].sum())])
         self.used, self.idle = self._strides @ used, self._strides @ idle
-        self._others = self._strides @ np.array(taken) - self.used.sum(axis=1)
-        self._unheld = list(unheld)
-        self._bound[:] = self.used
+        self._others = self._strides @ taken - self.used.sum(axis=1)
+        self._unheld = idle[-1]
 
     def in_bytes(self) -> tuple[Lengths, Lengths]:
         """Bytes that each tenant holds, and those that are idle, of the groups' frames."""
         self._look()
-        rooms, layouts = self._rooms, [group.layout.bytes_per_frame for group in self._plan.groups]
-        units = np.array([1 if room.is_shared else layouts[room.indices[0]] for room in rooms])
-        held = (self.used - self.idle)[: len(rooms)]
-        return units @ held, units @ self.idle[: len(rooms)]
+        return self._unit_bytes @ (self.used - self.idle), self._unit_bytes @ self.idle
 
     def wanted_by(self, rows: Rows, counts: Lengths, growing: Rows) -> Lengths:
         """Frames by group and tenant, and page ids in the last line, that `growing` rows need for `counts[i]` pages
         more, and all `rows` for their next step."""
-        num = len(self.terms)
-        new = np.bincount(self.of_row[growing], counts, num).astype(np.int64)
-        wanted = np.tile(new, (len(self._groups) + 1, 1))
+        wanted = np.tile(self.by_tenant(growing, counts), (len(self._groups) + 1, 1))
         for at, group in enumerate(self._groups):
             if group.reach.in_place:
-                tenants = self.of_row[rows]
-                wanted[at] = [group.wanted(rows[tenants == each], int(new[each])) for each in range(num)]
+                lacking = rows[group.remaining(rows, NO_ROWS, NO_ROWS) > 0]
+                tenants, new = self.of_row[lacking], wanted[at].copy()
+                wanted[at] = 0
+                for each in np.unique(tenants).tolist():
+                    wanted[at, each] = group.wanted(lacking[tenants == each], int(new[each]))
         return wanted
 
     def pages_by(self, pages: Sequence[Ids]) -> Lengths:
         """As `wanted_by`, for these pages of each group, and in the last line."""
-        return np.stack([np.bincount(self.of_page[each], minlength=len(self.terms)) for each in pages])
+        return np.array([self.owners.counts(each) for each in pages])
 
     # -- who may grow
-
-    def granted(self, wanted: Lengths) -> None:
-        """These frames are allocated next."""
-        self._bound += self._strides @ wanted
-
-    def is_tight(self, wanted: Lengths) -> bool:
-        """Whether so many frames more may need an eviction, or a refusal. It counts only if that is not plain."""
-        units = self._strides @ wanted
-        floors, ceilings = self.limits()
-        self._bound += units
-        free = self._totals() - self._strides @ np.array([*(g.frames.num_used for g in self._groups), 0])
-        if self._accounts[-1].strides[-1]:
-            free[-1] = self._num_free_pages()
-        if (units.sum(axis=1) + floors.sum(axis=1) <= free).all() and (self._bound <= ceilings).all():
-            return False
-        refused = self.refusal(wanted)
-        self.granted(wanted)
-        return bool(refused) or bool((self.used + units > ceilings).any())
 
     def refusal(self, wanted: Lengths, freed: Lengths | None = None, *, begins: bool = False) -> str:
         """Why these frames, by group and tenant, cannot be had even if all is evicted that may be; "" if they can. Idle
@@ -387,11 +340,11 @@ class Tenants(TenantShares):
         self._is_limited, spare = True, self._spared()
         per_page = [(at, each.per_page) for at, each in enumerate(self._accounts) if each.per_page]
         pages = np.minimum.reduce([spare[at] // units for at, units in per_page])
-        self._kept = [unheld - max(0, count) for unheld, count in zip(self._unheld, pages.tolist(), strict=True)]
+        self._kept = self._unheld - np.maximum(0, pages)
 
     def end_eviction(self) -> None:
         """Callers may evict what they like."""
-        self._kept = [0] * len(self.terms)
+        self._kept = np.zeros_like(self._kept)
         self._is_limited, self._only = False, None
 
     def _spared(self) -> Lengths:
@@ -417,7 +370,7 @@ class Tenants(TenantShares):
             return max(1, units // account.per_page)
         for index in np.flatnonzero(account.strides[:-1]).tolist():
             group = self._groups[index]
-            group.evict(-(-units // int(account.strides[index])), Rank.USED, self._is_of(tenant))
+            group.evict(-(-units // int(account.strides[index])), Rank.USED, tenant)
         return 0
 
     def losers(self) -> Iterator[int]:
@@ -427,29 +380,30 @@ class Tenants(TenantShares):
         if not self._is_limited:  # a caller evicts
             self._look()
             self._wanted[:] = 0
-        return iter(self._order(self._main, self._tree.num_unheld))
+        gone = self._accounts[self._main].per_page * (self._unheld - self.num_unheld)  # since the last look
+        return self._order(self._main, gone, self.num_unheld > self._kept)
 
     def may_lose(self, tenant: int) -> int:
         """For `TenantPolicies`."""
-        unheld = self._tree.num_unheld[tenant]
-        return unheld if self._only is not None else max(0, unheld - self._kept[tenant])
+        unheld = int(self.num_unheld[tenant])
+        return unheld if self._only is not None else max(0, unheld - int(self._kept[tenant]))
 
-    def lost(self, before: Sequence[int]) -> None:
+    def lost(self, before: Lengths) -> None:
         """An eviction has ended: `before` it tenants had so many idle pages."""
-        for tenant, (had, has) in enumerate(zip(before, self._tree.num_unheld, strict=True)):
-            if self._is_limited and not self._wanted[self._main, tenant]:
-                self.uses[tenant].lost_pages += had - has
+        if self._is_limited:
+            self.lost_pages += (before - self.num_unheld) * (self._wanted[self._main] == 0)
 
     def evict_frames(self, group: int, num_frames: int, most: Rank) -> int:
         """Reclaim frames of a group that is read in part, from tenants that may lose them. Returns how many."""
         self._look()
         at = next(at for at, each in enumerate(self._accounts) if each.strides[group])
-        spare = self._spared()[at] if self._is_limited else self.idle[at]
         stride, num_left = int(self._strides[at, group]), num_frames
-        for tenant in self._order(at, None):
-            count = min(num_left, int(spare[tenant]) // stride)
-            if count > 0:
-                num_left -= self._groups[group].evict(count, most, self._is_of(tenant))
+        spare = (self._spared()[at] if self._is_limited else self.idle[at]) // stride
+        has = self.tables[group].idle_by[: most + 1].any(axis=0)
+        for tenant in self._order(at, 0, has & (spare > 0)):
+            num_left -= self._groups[group].evict(min(num_left, int(spare[tenant])), most, tenant)
+            if not num_left:
+                break
         return num_frames - num_left
 
     def may_keep(self, group: int, row: int, rank: Rank) -> bool:
@@ -462,45 +416,26 @@ class Tenants(TenantShares):
             self.begin_eviction()
             self.evict_frames(group, 1, rank)
             self.end_eviction()
-        self.granted(wanted)
         return bool(self._groups[group].num_free)
 
-    def _is_of(self, tenant: int) -> Any:
-        return lambda pages: self.of_page[pages] == tenant
-
-    def _order(self, at: int, unheld: Sequence[int] | None) -> list[int]:
-        """Tenants that may lose pages, or frames of an account: most above its floor first, by weight."""
-        floors, _ = self.limits()
-        used = self.used[at] + self._wanted[at] - floors[at]
-        if unheld is not None:  # pages have gone since the last look
-            used = used - self._accounts[at].per_page * (np.array(self._unheld) - np.array(unheld))
-        first = sorted(range(len(self.terms)), key=lambda each: -float(used[each]) / self.terms[each].weight)
-        return first if unheld is None else [each for each in first if self.may_lose(each) > 0]
+    def _order(self, at: int, gone: Lengths | int, may: Bools) -> Iterator[int]:
+        """Those that `may` lose pages or frames of an account: most above its floor first, by weight. Each has `gone`
+        units less than at the last look."""
+        above = (self.used[at] + self._wanted[at] - self.limits()[0][at] - gone) / self._weights
+        left = np.where(may, above, -np.inf)
+        while left[first := int(left.argmax())] > -np.inf:
+            yield first
+            left[first] = -np.inf
 
     # -- whose request is next
 
-    def take_turns(self, queues: dict[int, deque[R]], cost: Any) -> list[R]:
-        """Requests of several tenants in the order of weighted fair queueing, each tenant's in its own order. A round
-        of admissions begins."""
-        turns = self._turns
-        self._passed, self._is_short = [False] * len(self.terms), False
-        for tenant in queues:  # who was away, or could not begin, has saved nothing
-            turns.spent[tenant] = max(turns.spent[tenant], turns.now)
-        spent, order = {tenant: turns.spent[tenant] for tenant in queues}, list[R]()
-        while spent:
-            tenant = min(spent, key=lambda each: (spent[each], each))
-            order.append(queues[tenant].popleft())
-            spent[tenant] += cost(order[-1]) / self.terms[tenant].weight
-            if not queues[tenant]:
-                del spent[tenant]
-        return order
+    def begin_round(self) -> None:
+        """A round of admissions begins."""
+        self._blocked[:], self._is_short = 0, False
 
-    def charge(self, namespace: Namespace, num_tokens: int, *, begins: bool = False) -> None:
-        """A request of this namespace takes so many tokens of steps, now that it `begins` or after it."""
-        tenant, turns = self.number(namespace), self._turns
-        if begins:
-            turns.now = max(turns.now, turns.spent[tenant])
-        turns.spent[tenant] += num_tokens / self.terms[tenant].weight
+    def is_blocked(self, tenant: int) -> bool:
+        """Whether none of its requests begins any more in this round."""
+        return bool(self._blocked[tenant])
 
     def objection(self, namespace: Namespace, wanted: Lengths, soft: Lengths, more: int) -> str | None:
         """Why a request with these claims, by group and tenant, does not begin now; "" if its tenant allows it, or
@@ -515,38 +450,37 @@ class Tenants(TenantShares):
         floors, _ = self.limits()
         if ((self.used - self.idle + self._wanted)[:, tenant] <= floors[:, tenant]).all():
             return None
-        if not refused and self._is_short:
-            return "a request of another tenant, which came before, waits for room"
-        return refused
+        return refused or _BLOCKED[2 * self._is_short]
 
     def passes(self, namespace: Namespace) -> bool:
         """A request of this namespace lacks room: those of other tenants may begin before it. Beside a full tenant
         these are all, else those within their floors."""
-        tenant = self.number(namespace)
-        self._passed[tenant] = True
-        _, ceilings = self.limits()
-        own = (self.used - self.idle + self._wanted)[:, tenant] > ceilings[:, tenant]
-        self._is_short = self._is_short or not own.any()
+        tenant, (floors, ceilings), held = self.number(namespace), self.limits(), self.used - self.idle
+        if not ((held + self._wanted)[:, tenant] > ceilings[:, tenant]).any():
+            self._is_short, self._promised = True, floors[self._main] // self._accounts[self._main].per_page
+            self._blocked[(held >= floors)[self._main] & (self._blocked == 0)] = 2
+        self._blocked[tenant] = 1
         return True
 
-    def was_passed(self, namespace: Namespace) -> bool:
-        """Whether an earlier request of the same tenant lacks room in this round."""
-        return self._passed[self.number(namespace)]
+    def blocks(self, namespace: Namespace, num_pages: int) -> str:
+        """Why a request of so many pages, and those of its tenant after it, do not begin in this round; "" if they may.
+        It is plain where they are more than a floor."""
+        tenant = self.number(namespace)
+        if self._is_short and num_pages > self._promised[tenant]:
+            self._blocked[tenant] = self._blocked[tenant] or 2
+        return _BLOCKED[self._blocked[tenant]]
 
     # -- for messages
 
-    def out_of_pages(self, num_new: int, free: int, why: str) -> OutOfPages:
-        """The error for `refusal`."""
-        return OutOfPages(group="pages", wanted=num_new, free=free, evictable=0, held_by=why)
-
-    def too_large(self, namespace: Namespace, num_pages: int) -> str:
-        """Why a request of so many pages can never run; "" if it can."""
-        most = self.most_pages(namespace)
-        if num_pages <= most:
-            return ""
-        each = self.terms[self.number(namespace)]
+    def check_request(self, namespace: Namespace, num_tokens: int, num_pages: int) -> None:
+        """Raise RequestTooLarge if a request of so many tokens, in so many pages, can never run."""
+        if num_pages <= (most := self.most_pages(namespace)):
+            return
+        tenant, (floors, _), total = self.number(namespace), self.limits(now=False), self._totals(now=False)[self._main]
+        each, promised = self.terms[tenant], np.delete(floors[self._main], tenant).sum() / max(1, total)
         ceiling = f"its ceiling is {each.ceiling}" if each.ceiling is not None else "it has no ceiling"
-        floors = self.limits(now=False)[0][self._main]
-        promised = (floors.sum() - floors[self.number(namespace)]) / max(1, int(self._totals(now=False)[self._main]))
-        told = f"{ceiling}; promised to others: {promised:.1%}"
-        return f"needs {num_pages} pages; tenant '{each.name}' can have {most} of {self._plan.num_pages} ({told})"
+        raise RequestTooLarge(
+            f"a request of {num_tokens:,} tokens needs {num_pages} pages; tenant '{each.name}' can have {most} of "
+            f"{self._plan.num_pages} ({ceiling}; promised to others: {promised:.1%}).",
+            fix="lower max_tokens, shorten the prompt, or raise the tenant's ceiling.",
+        )

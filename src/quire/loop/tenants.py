@@ -12,6 +12,7 @@ from quire.counters import Section, counter, gauge, labelled
 from quire.loop.loop import Loop
 from quire.loop.part import End, Part
 from quire.plan.budget import MemoryPlan
+from quire.scheduler.policy import TenantsRequests
 from quire.scheduler.request import Request
 from quire.scheduler.step import Step
 
@@ -63,26 +64,29 @@ class TenantsPart(Part):
     def __init__(self, tenants: Tenants) -> None:
         self.tenants = tenants
         self._loop: Loop | None = None
+        self._prompt_tokens, self._hit_tokens = [0] * tenants.num_tenants, [0] * tenants.num_tenants
 
     def attach(self, loop: Loop) -> None:
-        self._loop = loop
+        queue = loop.scheduler.queue
+        assert isinstance(queue, TenantsRequests)
+        self._loop, self._queue = loop, queue
 
     def scheduled(self, step: Step) -> None:
         for request in step.admitted:
-            use = self.tenants.uses[self.tenants.number(request.namespace)]
-            use.prompt_tokens += request.num_prompt_tokens
-            use.hit_tokens += request.num_cached
-            self.tenants.charge(request.namespace, request.num_tokens - request.num_cached, begins=True)
+            number = self.tenants.number(request.namespace)
+            self._prompt_tokens[number] += request.num_prompt_tokens
+            self._hit_tokens[number] += request.num_cached
+            self._queue.charge(request.namespace, request.num_tokens - request.num_cached, begins=True)
 
     def ended(self, request: Request, end: End, error: Exception | None) -> None:
-        self.tenants.charge(request.namespace, request.num_outputs)
+        self._queue.charge(request.namespace, request.num_outputs)
 
     def fits(self, plan: MemoryPlan) -> None:
         """Raise what `Tenants.check` raises if a plan is too small for their terms."""
         self.tenants.check(self.tenants.terms, plan.pool_bytes)
 
     def states(self) -> dict[str, TenantCounters]:
-        """All tenants now. O(page ids)."""
+        """All tenants now."""
         assert self._loop is not None
         tenants, waiting = self.tenants, [0] * len(self.tenants.terms)
         for request in self._loop.scheduler.waiting:
@@ -97,9 +101,9 @@ class TenantsPart(Part):
                 held_bytes=int(held[at]),
                 cached_bytes=int(idle[at]),
                 waiting_requests=waiting[at],
-                prompt_tokens=tenants.uses[at].prompt_tokens,
-                hit_tokens=tenants.uses[at].hit_tokens,
-                lost_pages=tenants.uses[at].lost_pages,
+                prompt_tokens=self._prompt_tokens[at],
+                hit_tokens=self._hit_tokens[at],
+                lost_pages=int(tenants.lost_pages[at]),
             )
             for at, each in enumerate(tenants.terms)
         }

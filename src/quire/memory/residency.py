@@ -10,6 +10,7 @@ A page can be in one group and absent in another, and both on the device and on 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
@@ -17,7 +18,7 @@ from enum import IntFlag
 import numpy as np
 
 from quire.errors import MissingFrame
-from quire.lazy_queue import Entry, LazyQueue
+from quire.lazy_queue import LazyQueue
 from quire.memory.runs import as_index, counting
 from quire.spec.ids import Bools, Ids, Tier
 from quire.spec.rank import Rank
@@ -63,7 +64,7 @@ class Column:
         """The valid queue entry of each page; 0 if its frame is not idle."""
         self.num_idle = 0
         self.num_pinned = 0
-        self._queues = tuple(LazyQueue(self._live, size=len) for _ in Rank)
+        self._queues = defaultdict[int, tuple[LazyQueue[Ids], ...]](self._new_queues)  # queues by owner and rank
         self._next_ticket = 1
 
     # -- reading
@@ -154,8 +155,7 @@ class Column:
         """Add a hold to each of these frames."""
         if not self.reclaims:
             return
-        self.num_idle -= self.num_idle_of(pages)
-        self.ticket[pages] = 0
+        self._unqueue(pages)
         pins = self.pins[pages]
         self.num_pinned += len(pages) - int(np.count_nonzero(pins))
         self.pins[pages] = pins + 1
@@ -177,32 +177,24 @@ class Column:
         """Make unpinned frames of these cached pages idle, as if used now."""
         if not self.reclaims:
             return
-        self._raise_rank(pages, rank)
         free = pages[self.pins[pages] == 0]
-        self.num_idle -= self.num_idle_of(free)
+        self._unqueue(free)
+        self._raise_rank(pages, rank)
         self._queue(free)
 
-    def reclaim(self, num_frames: int, most: Rank = Rank.USED, may_go: Callable[[Ids], Bools] | None = None) -> Ids:
-        """Up to `num_frames` pages with idle frames for the caller to unbind, lowest rank first, at most `most`. If
-        given, `may_go` says which of some pages may be among them."""
+    def reclaim(self, num_frames: int, most: Rank = Rank.USED, owner: int = 0) -> Ids:
+        """Up to `num_frames` pages with idle frames for the caller to unbind, lowest rank first, at most `most`; where
+        pages have owners (`quire.cache.page_owners`), those of one."""
         victims: list[Ids] = []
         left = num_frames
-        for queue in self._queues[: most + 1]:
-            stay: list[Entry[Ids]] = []
+        for queue in self._queues[owner][: most + 1]:
             while left > 0 and (entry := queue.pop()) is not None:
                 pages = entry.item
-                if may_go is not None:
-                    goes = may_go(pages)
-                    if len(goes) > np.count_nonzero(goes):
-                        stay.append(Entry(0, entry.ticket, pages[~goes]))
-                        pages = pages[goes]
                 if len(pages) > left:
-                    queue.put_back(Entry(0, entry.ticket, pages[left:]))
+                    queue.put_back(entry._replace(item=pages[left:]))
                     pages = pages[:left]
                 left -= len(pages)
                 victims.append(pages)
-            for kept in reversed(stay):
-                queue.put_back(kept)
         if not victims:
             return _NO_PAGES
         found = np.concatenate(victims)
@@ -211,18 +203,26 @@ class Column:
 
     def _remove(self, pages: Ids) -> None:
         assert not np.count_nonzero(self.pins[pages]), "a pinned page was removed"
-        self.num_idle -= self.num_idle_of(pages)
-        self.ticket[pages] = 0
+        self._unqueue(pages)
         self.rank[pages] = 0
 
     def _raise_rank(self, pages: Ids, rank: Rank) -> None:
         if rank > Rank.PASSED:
             self.rank[pages] = np.maximum(self.rank[pages], int(rank))
 
-    def _queue(self, pages: Ids) -> None:
+    def _new_queues(self) -> tuple[LazyQueue[Ids], ...]:
+        return tuple(LazyQueue(self._live, size=len) for _ in Rank)
+
+    def _unqueue(self, pages: Ids) -> None:
+        """Frames of these pages are not idle any more."""
+        self.num_idle -= self.num_idle_of(pages)
+        self.ticket[pages] = 0
+
+    def _queue(self, pages: Ids, owner: int = 0) -> None:
+        """Frames of these pages, of one owner, are idle."""
         self.num_idle += len(pages)
         ranks = self.rank[pages]
-        for rank, queue in enumerate(self._queues):  # a plain number: an array compares with it much faster
+        for rank, queue in enumerate(self._queues[owner]):  # a plain number: an array compares with it much faster
             part = pages[ranks == rank]
             if len(part):
                 self.ticket[part] = self._next_ticket
@@ -248,9 +248,9 @@ class PageTableChanges:
 
 class Residency:
     """The residency table of one cache. `names` and `reclaims` are by group; `tiers` are those in which pages have
-    frames. In groups `on_host` the frame of a page is its id, in host memory. The anchor of a tier determines which
-    pages are on it. It is the column of `anchor_group`, the first other group in which pages keep their frames for as
-    long as they exist. If that is None, it is one of the pages themselves."""
+    frames, and `device` makes the columns of the device. In groups `on_host` the frame of a page is its id, in host
+    memory. The anchor of a tier determines which pages are on it. It is the column of `anchor_group`, the first other
+    group in which pages keep their frames for as long as they exist. If that is None, it is one of the pages."""
 
     def __init__(
         self,
@@ -259,18 +259,20 @@ class Residency:
         reclaims: Sequence[bool],
         tiers: Sequence[Tier] = (Tier.DEVICE,),
         on_host: Collection[int] = (),
+        device: Callable[..., Column] = Column,
     ) -> None:
         self.num_pages = num_pages
+        makes = {**dict.fromkeys(tiers, Column), Tier.DEVICE: device}
         self._columns = {
-            (tier, group): Column(name, num_pages, reclaims=reclaims[group])
-            for tier in tiers
+            (tier, group): make(name, num_pages, reclaims=reclaims[group])
+            for tier, make in makes.items()
             for group, name in enumerate(names)
         }
         others = (group for group, each in enumerate(reclaims) if not each and group not in on_host)
         whole = self.anchor_group = next(others, None)
         self._anchors = {
-            tier: Column("pages", num_pages, reclaims=False) if whole is None else self._columns[tier, whole]
-            for tier in tiers
+            tier: make("pages", num_pages, reclaims=False) if whole is None else self._columns[tier, whole]
+            for tier, make in makes.items()
         }
 
     def of(self, tier: Tier, group: int) -> Column:

@@ -21,6 +21,7 @@ import numpy as np
 from quire.cache.groups import NO_PAGES, resume_point
 from quire.cache.hold import Hold, Reason
 from quire.cache.offload import CacheParts, RetentionPort
+from quire.cache.running import Lengths
 from quire.cache.states import GroupCache
 from quire.counters import counter, gauge
 from quire.errors import InvalidInput
@@ -269,8 +270,8 @@ class Retention(RetentionPort):
         nodes = self._only_soft()
         return sum(max(0, min(node.num_pages, num_pages - node.depth)) for node in match.path if node in nodes)
 
-    def soft_by_tenant(self, match: Match, num_pages: int) -> list[int]:
-        counts, own = [0] * len(self._tree.num_unheld), {id(node): node for node in match.path}
+    def soft_by_tenant(self, match: Match, num_pages: int) -> Lengths:
+        counts, own = np.zeros(self._tree.tenants.num_tenants, dtype=np.int64), {id(node) for node in match.path}
         for node in self._only_soft() if self._by_id else ():
             counts[node.tenant] += node.num_pages - (
                 max(0, min(node.num_pages, num_pages - node.depth)) if id(node) in own else 0

@@ -9,6 +9,7 @@ evicted edge is a child of its former parent, cached or evicted. It is removed w
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -117,7 +118,7 @@ class Levels:
     def __init__(self, is_here: Callable[[Node], bool] | None, num_tenants: int) -> None:
         self._is_here = is_here
         self.num_held = [0, 0, 0]
-        self.num_unheld = [0] * num_tenants
+        self.num_unheld = array("q", bytes(8 * num_tenants))
 
     def hold(self, end: Node) -> None:
         """Add a lease that ends at this node."""

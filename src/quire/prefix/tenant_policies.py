@@ -49,6 +49,14 @@ class TenantShares:
         """Pages of all floors together, of a cache of this size."""
         return 0
 
+    def passes(self, namespace: Namespace) -> bool:
+        """A waiting request of this namespace lacks room: whether others may begin before it."""
+        return False
+
+    def blocks(self, namespace: Namespace, num_pages: int) -> str:
+        """Why a request of so many pages does not begin after one that lacks room; "" if it may."""
+        return ""
+
     def got_pages(self, pages: Ids, tenant: int) -> None:
         """New pages are a tenant's."""
 

@@ -13,19 +13,18 @@ and it computes as soon as they are on their way.
 from __future__ import annotations
 
 import math
-from bisect import insort
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from quire.cache import KVCache, PrefixHit
+from quire.cache.admission import Claim
 from quire.cache.request_kv import RequestKV
 from quire.cache.running import NO_ROWS, Lengths, Rows
 from quire.errors import InvalidInput, OutOfPages
 from quire.scheduler.chunk_budget import Backlog, ChunkBudget
-from quire.scheduler.policy import SchedulingPolicy
+from quire.scheduler.policy import WaitingRequests
 from quire.scheduler.prefetching import NOTHING_TO_READ_AHEAD, Prefetching, ReadAhead
 from quire.scheduler.request import Request, RequestState
 from quire.scheduler.rows import Leaders, NextStep, RunningRows
@@ -42,7 +41,7 @@ class Scheduler:
     def __init__(
         self,
         cache: KVCache,
-        policy: SchedulingPolicy,
+        waiting: WaitingRequests,
         *,
         max_running: int,
         max_tokens: int,
@@ -52,13 +51,11 @@ class Scheduler:
         self._cache = cache
         self.chunks = chunks if chunks is not None else ChunkBudget(math.inf)
         self._ahead = ahead
-        self._policy = policy
         self._max_running = max_running
         self._max_tokens = max_tokens
         self._per_step = cache.plan.tokens_per_step
-        self._waiting: list[Request] = []  # sorted by Request.order
-        self._waiting_tokens = 0
-        self._asked: Counter[int] = Counter()  # waiting requests by `Request.opening`
+        self.queue = waiting
+        self._waiting = waiting.requests
         self._requests: dict[str, Request] = {}
         width = cache.plan.pages_per_row * cache.plan.tokens_per_page
         self._rows = RunningRows(cache.rows.serials, width, cache.plan.speculation)
@@ -109,7 +106,7 @@ class Scheduler:
         request.turn = turn_of(self._cache.sessions, request)
         self._arrivals += 1
         self._requests[request.request_id] = request
-        self._wait(request)
+        self.queue.add(request)
         self._prefetching.start(request)
 
     def abort(self, request_id: str, *, failed: bool = False) -> Request | None:
@@ -293,7 +290,7 @@ class Scheduler:
         if len(prompts) or admits:
             decodes = running.rows[~rows.in_prefill(running.rows)]
         num_drafts = next_step.num_tokens - (len(next_step.decodes) if next_step.decodes is not None else 0)
-        waiting = (len(self._waiting), self._waiting_tokens) if admits else (0, 0)
+        waiting = (len(self._waiting), self.queue.num_tokens) if admits else (0, 0)
         starts = rows.launched[running.rows[prompts]]
         self.chunks.begin(rows.known[decodes], num_drafts, Backlog(starts, counts, *waiting))
 
@@ -362,8 +359,8 @@ class Scheduler:
 
     def _victim(self) -> Request:
         """The request that is preempted first."""
-        running, gives_way = self._rows.running, self._cache.admission.gives_way
-        return next((request for request in reversed(running) if gives_way(request.kv)), running[-1])
+        running, is_over = self._rows.running, self._cache.tree.tenants.is_over
+        return next((request for request in reversed(running) if is_over(request.namespace)), running[-1])
 
     def _preempt(self, request: Request, reason: str = "was preempted: older requests needed its pages") -> None:
         request.num_preemptions += 1
@@ -384,7 +381,7 @@ class Scheduler:
         request.state = RequestState.WAITING
         request.start_at(0)
         request.wait_reason = reason
-        self._wait(request)
+        self.queue.add(request)
 
     def _admission_state(self) -> tuple[int, ...]:
         """What has to change before a waiting request may be admitted: pages were freed or cached, a prompt is
@@ -410,19 +407,21 @@ class Scheduler:
             following = request.follows
             return following.num_cached if following and self._follows(request) else match(request).num_tokens
 
-        deferred, quiet, passed = 0, True, False
-        reads_ahead = self._ahead.prefetches
-        order = list(self._policy(self._waiting, cached))
-        for place, request in enumerate(order):
+        deferred, quiet, passed, tenants = 0, True, False, self._cache.tree.tenants
+        order = iter(self.queue.in_order(cached))
+        while (request := next(order, None)) is not None:
             if deferred >= self._max_running:
                 return quiet
             if self.num_running >= self._max_running:
                 request.wait_reason = f"{self._max_running} requests run, which is the limit"
                 return quiet
-            if passed and self._cache.admission.was_passed(request.namespace):
+            if passed and (why := tenants.blocks(request.namespace, request.num_tokens // self._cache.page_size)):
+                request.wait_reason = why
                 continue
-            if reads_ahead and not request.read_ahead:
-                self._prefetching.start(request, order[place + 1 :])
+            if not request.read_ahead and self._ahead.prefetches:
+                later = [] if self._ahead.can_prefetch else list(order)
+                self._prefetching.start(request, later)
+                order = iter(later) if later else order
             if self._prefetching.awaits(request):
                 deferred, quiet = deferred + 1, False
                 continue
@@ -459,7 +458,7 @@ class Scheduler:
             if not self._lacks_room:
                 self._lacks_room = passed
                 self._leaders.join(request)
-            elif self._cache.admission.passes(request.namespace):
+            elif tenants.passes(request.namespace):
                 deferred, passed = deferred + 1, True
             else:
                 return quiet
@@ -505,7 +504,7 @@ class Scheduler:
         next_step.begun.append(request)
         self._prefetching.stop(request)
         request.state, request.follows = RequestState.RUNNING, None
-        self._wait_no_more(request)
+        self.queue.remove(request)
         if kv.is_ready:
             self._grant(next_step, [request], [self._chunk(request, request.num_known - request.num_launched, limit)])
 
@@ -518,19 +517,7 @@ class Scheduler:
         rows, order = self._rows, self._rows.order
         whole = rows.settled[order] // self._cache.page_size > rows.committed[order]
         found = [rows.running[at] for at in whole.nonzero()[0].tolist()]
-        self._commit([request for request in found if self._lacks_room or request.opening in self._asked])
-
-    def _wait(self, request: Request) -> None:
-        insort(self._waiting, request, key=_order)
-        self._waiting_tokens += request.num_tokens
-        self._asked[request.opening] += 1
-
-    def _wait_no_more(self, request: Request) -> None:
-        self._waiting.remove(request)
-        self._waiting_tokens -= request.num_tokens
-        self._asked[request.opening] -= 1
-        if not self._asked[request.opening]:
-            del self._asked[request.opening]
+        self._commit([request for request in found if self._lacks_room or self.queue.begin_with(request.opening)])
 
     def _fits(self, request: Request, begins: PrefixHit | RequestKV) -> bool:
         """Whether its whole known prompt fits, beside what is reserved for running requests and their next pages. If it
@@ -546,12 +533,12 @@ class Scheduler:
         ahead = min(request.num_tokens + plan.tokens_per_step, request.num_prompt_tokens + request.max_tokens)
         needed = plan.pages_of(ahead)
         spare = pages_for(plan.tokens_per_step, size)
-        claims = (begins, needed, rows, reached, spare)
+        claim = Claim(begins, needed, rows, reached, spare)
         own = request.turn.session if request.turn is not None else None
-        request.wait_reason = make_room(sessions, why_not, claims, own if isinstance(begins, RequestKV) else None)
+        request.wait_reason = make_room(sessions, why_not, claim, own if isinstance(begins, RequestKV) else None)
         # Running requests end. Pages held for waiting requests could block the first of them for ever.
         while request.wait_reason and not len(rows) and self._ahead.release_prefetched():
-            request.wait_reason = why_not(*claims)
+            request.wait_reason = why_not(claim)
         return not request.wait_reason
 
     def _finish(self, request: Request) -> None:
@@ -567,13 +554,9 @@ class Scheduler:
                 request.grant = self._cache.sessions.end(request.turn, kv, request.tokens, settled, launched)
             request.end = kv.end
         else:
-            self._wait_no_more(request)
+            self.queue.remove(request)
             if request.turn is not None:
                 request.grant = self._cache.sessions.leave(request.turn, "it was aborted before it ran")
         self._prefetching.stop(request)
         request.state = RequestState.FINISHED
         del self._requests[request.request_id]
-
-
-def _order(request: Request) -> tuple[int, int]:
-    return request.order

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
+from quire.cache.admission import Claim
 from quire.cache.request_kv import RequestKV
 from quire.cache.session import Session, SessionKey, Turn
 from quire.cache.sessions import Sessions
@@ -25,10 +25,10 @@ def held_row(sessions: Sessions, request: Request, num_cached: int) -> tuple[int
     return num_held, turn.session.row.kv if turn is not None and turn.session.row and num_held > 0 else None
 
 
-def make_room(sessions: Sessions, why_not: Callable[..., str], claims: tuple[Any, ...], own: Session | None) -> str:
-    """`why_not(*claims)`: why a request does not fit, "" if it does. If it would without rows of sessions, these end
+def make_room(sessions: Sessions, why_not: Callable[..., str], claim: Claim, own: Session | None) -> str:
+    """`why_not(claim)`: why a request does not fit, "" if it does. If it would without rows of sessions, these end
     one after the other until it does, but for that of `own`, which the request continues."""
-    while (reason := why_not(*claims)) and sessions.num_held and not why_not(*claims, sessions.most_frames):
+    while (reason := why_not(claim)) and sessions.num_held and not why_not(claim, sessions.most_frames):
         if not sessions.give_way(own, for_room=True):
             break
     return reason

@@ -22,7 +22,7 @@ from quire.errors import InvalidInput
 from quire.settings.setting import parse_bytes
 
 DEFAULT_TENANT = "default"
-MOST_TENANTS = 64
+MOST_TENANTS = 1024
 _TERMS = ("floor", "ceiling", "weight")
 _HOW = 'write a share or a size: "25%" or "8GiB".'
 

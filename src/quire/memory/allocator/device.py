@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from quire.memory.allocator.arena import Arena
 from quire.memory.allocator.base import BaseTokenToKVPoolAllocator, token_allocator
 from quire.memory.allocator.frames import PageFrames, PageIdFrames, SlotFrames
 from quire.memory.allocator.host import HostedPages
 from quire.memory.allocator.swa import GrowingAllocator, SWATokenToKVPoolAllocator
-from quire.memory.residency import Residency
+from quire.memory.residency import Column, Residency
 from quire.spec.arena import ArenaLayout
 from quire.spec.group import GroupSpec
 from quire.spec.ids import Tier
@@ -18,7 +18,7 @@ from quire.spec.ids import Tier
 class DeviceFrames:
     """`pages` allocates page ids, `growing` pages with frames in all groups that it covers, and `groups` has the frames
     of each group, `num_frames[i]` of them, or those of an `arena`. Those of groups `on_host` are in host memory.
-    `table` says which frames pages have."""
+    `table` says which frames pages have, in columns that `column` makes."""
 
     def __init__(
         self,
@@ -30,9 +30,10 @@ class DeviceFrames:
         tiers: Sequence[Tier],
         on_host: Collection[int],
         arena: ArenaLayout | None = None,
+        column: Callable[..., Column] = Column,
     ) -> None:
         names, reclaims = [group.name for group in groups], [not group.reach.whole for group in groups]
-        self.table = Residency(num_pages, names, reclaims, tiers, on_host)
+        self.table = Residency(num_pages, names, reclaims, tiers, on_host, column)
         self._page_size = page_size
         self.pages: BaseTokenToKVPoolAllocator = (
             HostedPages(num_pages, page_size)
