@@ -46,6 +46,15 @@ def test_a_replay_tells_what_became_of_tenants(run: Run, tmp_path: Path) -> None
     assert "lost to others, pages" in shown and "quiet" in shown
 
 
+def test_a_replay_says_that_a_trace_has_no_key_of_a_tenant(run: Run, tmp_path: Path) -> None:
+    file = written(tmp_path / "t", {"quite": {"floor": "40%"}, "noisy": {}})
+    asked = ("replay", "noisy:9,quiet:1", "--limit", 20, "--pool-tokens", "16k", "--policy", "lru", "--tenants", file)
+    shown = " ".join(run(*asked, env={"COLUMNS": "120"}).stdout.split())
+    assert (
+        "No request of the trace has a key of 'quite': a key's name is what its salt has before the first /." in shown
+    )
+
+
 @pytest.mark.parametrize(
     ("terms", "told"),
     [

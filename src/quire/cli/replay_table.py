@@ -217,8 +217,8 @@ def _first_token_times(result: ReplayResult) -> list[float]:
 
 
 def _remarks(pools: Sequence[Sequence[ReplayResult]]) -> Iterator[Text]:
-    """Larger pools than asked for; refused requests, which depend on the pool alone; what tiers did; what was
-    checked."""
+    """Larger pools than asked for; refused requests, which depend on the pool alone; tenants without requests; what
+    tiers did; what was checked."""
     runs = [run for same in pools for run in same]
     for note in dict.fromkeys(run.pool_note for run in runs if run.pool_note):
         yield Text(note, style="yellow")
@@ -230,6 +230,10 @@ def _remarks(pools: Sequence[Sequence[ReplayResult]]) -> Iterator[Text]:
                 f"{first.refused_tokens:,} prompt tokens count as not hit. The first: {refused[0]}",
                 style="yellow",
             )
+    silent = [name for name, use in (runs[0].tenants or {}).items() if not use["prompt_tokens"] and name != "default"]
+    if silent:
+        which = f"No request of the trace has a key of {' or '.join(map(repr, silent))}"
+        yield Text(f"{which}: a key's name is what its salt has before the first /.", style="yellow")
     for tiers in [run.tiers for run in runs if run.tiers is not None][:1]:
         storage = ""
         if tiers.storage_tokens:
