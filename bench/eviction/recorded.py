@@ -3,12 +3,14 @@
     python -m bench.eviction.recorded --sessions 30,60,120 --spacing 30,90,300 --seed 1,2,3 --policy lru,density
     python -m bench.eviction.recorded --odd --seed 31,32 --columns lru,density,density:told,density:closes=1 --brief
     python -m bench.eviction.recorded --odd --seed 31 --columns density,density:flops,oracle:next --json RESULT.json
+    python -m bench.eviction.recorded --odd --seed 41 --columns density,density:told --scheduled --json RESULT.json
     python -m bench.eviction.recorded --read RESULT.json [--plot recorded.svg] [--document docs/guides/eviction.md]
 
 A column is a policy with marks: `told` (endings are told to it), `closes=0.5` (clients close that share of the
 sessions), `flops` (pages are worth what they cost to compute, at Llama 3.1 8B's cost). `oracle:NAME` knows a part of
 the future (`bench.eviction.oracles`). Each has its hit rate, and the share of the floating-point operations of prompts
-that hits save. With `--json` cells are kept as they are measured: a run that was stopped goes on.
+that hits save. With `--json` cells are kept as they are measured: a run that was stopped goes on. Requests pin what
+they use as in `bench.eviction.pinned`, or, `--scheduled`, as the scheduler of `quire replay` has it.
 
 Sessions are drawn from one half of the data: even ones to design a policy, odd ones to judge it. They start at random
 times. A block of 64 tokens is a page. An output does not come again: the next prompt has other ids there. A pool holds
@@ -36,16 +38,19 @@ from bench.eviction.paged_trace import PagedTrace
 from bench.eviction.pinned import optimal_pinned, replay_pinned
 from bench.eviction.recorded_report import draw, lines, tables
 from bench.eviction.report import write_section
+from bench.eviction.scheduled import replay_scheduled
 from bench.harness import SHARED, machine, save
 
 from quire.cli.planned_model import planned_model
 from quire.plan.step_cost import growth_of
 from quire.prefix.evict import eviction_policy
+from quire.sim.replay import ReplaySettings
 
 PAGE = 64
 PATH = SHARED / "data/coding-agents.jsonl.gz"
 LONGEST = 120_000
 ALL = ", longer prompts too"
+SCHEDULED = ", scheduled"
 MODEL = "llama-3.1-8b"
 """What prompts cost."""
 
@@ -128,10 +133,18 @@ class Column:
             raise SystemExit(f"{text}: unknown marks {', '.join(unknown)}")
         return cls(policy=policy, told="told" in known, flops="flops" in known, closes=float(known.get("closes", 0)))
 
-    def replayed(self, trace: PagedTrace, pool: int) -> tuple[float, float]:
+    def replayed(self, trace: PagedTrace, pool: int, *, scheduled: bool = False) -> tuple[float, float]:
         """Its hit rate and the share of the work that it saves, in a pool of so many tokens."""
         kind, _, name = self.policy.partition(":")
-        if kind == "oracle":
+        if scheduled:
+            settings = ReplaySettings(
+                policy=self.policy,
+                endings="told" if self.told else "hidden",
+                eviction_worth="flops" if self.flops else "tokens",
+            )
+            shown = trace if self.told else _hidden(trace)
+            found = replay_scheduled(shown, pool, settings, growth=growth(), closes=self.closes)
+        elif kind == "oracle":
             future = Future(trace)
             found = replay_pinned(_hidden(trace), pool, oracle(name, future), begun=future.begin)
         else:
@@ -155,12 +168,14 @@ def _hidden(trace: PagedTrace) -> PagedTrace:
     return replace(trace, endings=np.zeros(len(trace), dtype=np.int64))
 
 
-def measured(kind: Composition, parts: list[str], columns: list[str], cells: dict[str, list[float]]) -> None:
+def measured(
+    kind: Composition, parts: list[str], columns: list[str], cells: dict[str, list[float]], *, scheduled: bool
+) -> None:
     """Replay what `cells` do not have."""
 
     def place(part: str, column: str) -> str:
         half = "odd" if kind.odd else "even"
-        half += "" if kind.longest_prompt == LONGEST else ALL
+        half += ("" if kind.longest_prompt == LONGEST else ALL) + SCHEDULED * scheduled
         return f"{half}/{kind.sessions}/{kind.spacing_s:g}/{kind.seed}/{part}/{column}"
 
     wanted = [(part, column) for part in parts for column in (*columns, "lru", "optimum")]
@@ -176,7 +191,9 @@ def measured(kind: Composition, parts: list[str], columns: list[str], cells: dic
         if column == "optimum":
             cells[place(part, column)] = [round(optimal_pinned(trace, pool) / float(trace.prompt_tokens.sum()), 6)]
         else:
-            cells[place(part, column)] = [round(each, 6) for each in Column.of(column).replayed(trace, pool)]
+            cells[place(part, column)] = [
+                round(each, 6) for each in Column.of(column).replayed(trace, pool, scheduled=scheduled)
+            ]
 
 
 def main() -> None:
@@ -187,6 +204,7 @@ def main() -> None:
     parser.add_argument("--odd", action="store_true", help="the half that a policy is judged by")
     parser.add_argument("--pool", default="1/32,1/16,1/8,1/4", help="parts of the working set (%(default)s)")
     parser.add_argument("--all", action="store_true", help=f"also prompts of more than {LONGEST:,} tokens")
+    parser.add_argument("--scheduled", action="store_true", help="through the scheduler of `quire replay`")
     parser.add_argument("--columns", default="density", help="policies with marks (%(default)s)")
     parser.add_argument("--json", type=Path, help="keep cells in this file")
     parser.add_argument("--read", type=Path, help="show the cells of a file, and measure none")
@@ -207,7 +225,7 @@ def main() -> None:
             longest_prompt=1 << 62 if given.all else LONGEST,
         )
         before = set(cells)
-        measured(kind, given.pool.split(","), given.columns.split(","), cells)
+        measured(kind, given.pool.split(","), given.columns.split(","), cells, scheduled=given.scheduled)
         for key in [] if given.brief else cells.keys() - before:
             print(key, " ".join(f"{100 * value:.2f}" for value in cells[key]), flush=True)
         if given.json and cells.keys() - before:

@@ -12,9 +12,11 @@ from bench.eviction.paged_trace import PagedTrace
 from bench.eviction.pinned import TOKENS_PER_S, optimal_pinned, replay_pinned
 from bench.eviction.recorded import PATH, Column, Composition
 from bench.eviction.recorded_report import lines, means, tables
+from bench.eviction.scheduled import replay_scheduled
 from bench.eviction.sequential import replay_in_order
 
 from quire.prefix.evict import eviction_policy
+from quire.sim.replay import ReplaySettings
 from quire.sim.trace import open_trace
 from tests.changes import slow_unless_changed
 
@@ -53,6 +55,19 @@ def test_what_runs_takes_room_and_no_policy_hits_more_than_the_optimum(source: s
     assert min(rates) > 0 and max(rates) <= best, rates
     alone = replay_in_order(pages, pool, eviction_policy("lru"))
     assert rates[0] < alone.hit_tokens.sum(), "what runs takes no room"
+
+
+@slow_unless_changed("bench/eviction/", "src/quire/prefix/", "src/quire/sim/")
+@pytest.mark.parametrize("closes", [0.0, 0.5])
+def test_the_scheduler_hits_what_the_tree_alone_does(closes: float) -> None:
+    """Of requests that do not meet nearly to the page; of those that do about as many."""
+    for apart_s, most in ((1e4, 0.001), (2.0, 0.03)):
+        pages = pages_of("chat:requests=100", apart_s=apart_s)
+        pool = pool_of(pages, 8)
+        alone = replay_pinned(pages, pool, eviction_policy("lru"), closes=closes)
+        found = replay_scheduled(pages, pool, ReplaySettings(policy="lru", check="reads"), closes=closes)
+        assert found.evicted_pages > 0 and alone.hit_rate(pages) > 0.1
+        assert found.hit_rate(pages) == pytest.approx(alone.hit_rate(pages), abs=most), apart_s
 
 
 @pytest.mark.skipif(not PATH.exists(), reason=f"{PATH} is not here")

@@ -10,7 +10,7 @@ import numpy as np
 from bench.eviction.sequential import SequentialReplay
 
 from quire.cache.sessions import Sessions
-from quire.prefix import evict, hit_density, radix_cache, stay_table
+from quire.prefix import evict, hit_density, placement, radix_cache, stay_table
 from quire.prefix.endings import Endings
 from quire.prefix.evict import GDSF, Order
 from quire.prefix.hit_density import HitDensity
@@ -133,6 +133,16 @@ def answers_are_calls(patch: Patch) -> None:
 @mutant("density", "what pages cost to compute does not count")
 def pages_cost_the_same(patch: Patch) -> None:
     patch.setattr(HitDensity, "priced_by", lambda policy, growth: None)
+
+
+@mutant("copies below", "copies go by their last use, whatever the policy expects of them")
+def copies_go_by_last_use(patch: Patch) -> None:
+    patch.setattr(HitDensity, "worth", lambda policy, node: 0.0)
+
+
+@mutant("copies below", "what is compared goes before what a closed session has left")
+def ended_copies_wait(patch: Patch) -> None:
+    patch.setattr(placement, "_OVER", 1 << 60)
 
 
 @mutant("stay table", "a forecast counts from the begin of a stay, and what has waited long seems to return as often")

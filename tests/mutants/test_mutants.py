@@ -227,9 +227,13 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
         test_ended.check_a_use_takes_it_back,
         test_ended.check_a_turn_that_still_runs,
         test_ended.check_evicted_pages_know_their_users,
-        test_ended.check_lower_tiers,
+        lambda: test_ended.check_lower_tiers("lru"),
         test_sessions.check_a_closed_session_goes_first,
         test_sessions.check_an_expired_session_is_closed,
+    ],
+    "copies below": [
+        lambda: test_ended.check_lower_tiers("density"),
+        lambda: test_ended.check_worth_below("density", ["cd", "mn", "ef", "ab"]),
     ],
     "page replays": [
         lambda: test_sequential.check_small_pool(5),

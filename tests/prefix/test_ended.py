@@ -117,31 +117,68 @@ def test_a_session_does_not_lengthen_the_edge_of_others() -> None:
     assert evicted(tree, 1) == "c", "by last use"
 
 
-def check_lower_tiers() -> None:
-    """An ended session is not written back, and its copies go first."""
-    where = Where()
-    tree = RadixCache(1, eviction_policy("lru"), placement=where)
-    one, two = User(), User()
-    for text, user in (("xy", None), ("ab", one), ("mn", two)):
-        where.device.update(map(ord, text))
-        serve(tree, text, user)
+class TwoTiers:
+    """A tree of which all may be copied to the host, with a clock that says a second more at each request."""
 
-    def keep(node: Node) -> int:
-        lease = tree.pin(node)
-        where.copy(tree, lease, 0, lease.num_pages)
-        tree.release(lease)
-        return tree.num_copies(node)
+    def __init__(self, policy: str) -> None:
+        self.where, self.now = Where(), 0.0
+        self.tree = RadixCache(1, eviction_policy(policy), placement=self.where, seconds=lambda: self.now)
+        self.tree.compare_copies()
 
-    tree.end(one)
-    found = tree.demote(4, "", keep, where.leave_device)
-    assert sorted(map(chr, found.removed.tolist())) == ["a", "b"] and found.num_moved == 2, "xy is written back"
-    tree.demote(2, "", keep, where.leave_device)
-    tree.end(two)
-    assert sorted(map(chr, tree.evict_lower(2, where.leave_host).removed.tolist())) == ["m", "n"], "though used last"
+    def serve(self, text: str, user: User | None = None) -> None:
+        self.now += 1
+        self.where.device.update(map(ord, text))
+        serve(self.tree, text, user)
+
+    def demoted(self, count: int) -> str:
+        """What leaves the device and the cache for so many pages. The others are copied."""
+        return "".join(sorted(map(chr, self.tree.demote(count, "", self._keep, self.where.leave_device).removed)))
+
+    def dropped(self, count: int) -> str:
+        """The next pages to lose their copies."""
+        return "".join(sorted(map(chr, self.tree.evict_lower(count, self.where.leave_host).removed)))
+
+    def _keep(self, node: Node) -> int:
+        lease = self.tree.pin(node)
+        self.where.copy(self.tree, lease, 0, lease.num_pages)
+        self.tree.release(lease)
+        return self.tree.num_copies(node)
 
 
-def test_lower_tiers_give_up_what_has_ended_first() -> None:
-    check_lower_tiers()
+def check_lower_tiers(policy: str) -> None:
+    """An ended session is not written back, and its copies go first, whatever was compared before."""
+    tiers = TwoTiers(policy)
+    one, two, three = User(), User(), User()
+    others = [(chr(number) + chr(number + 1), None) for number in range(500, 540, 2)]
+    for text, user in (("ab", one), ("mn", two), *others, ("st", three)):
+        tiers.serve(text, user)
+    tiers.tree.end(one)
+    assert tiers.demoted(46) == "ab" and tiers.tree.num_below == 44, "the others are written back"
+    tiers.tree.end(two)
+    assert tiers.dropped(2) == "mn", "though others are worth less"
+    assert len(tiers.dropped(2)) == 2
+    tiers.tree.end(three)
+    assert tiers.dropped(2) == "st", "though it was used last"
+    assert len(tiers.dropped(99)) == 38, "and all can go"
+
+
+@pytest.mark.parametrize("policy", ["lru", "density"])
+def test_lower_tiers_give_up_what_has_ended_first(policy: str) -> None:
+    check_lower_tiers(policy)
+
+
+def check_worth_below(policy: str, order: list[str]) -> None:
+    """A conversation has left "cd". A path that was used earlier is worth more, and less to LRU."""
+    tiers = TwoTiers(policy)
+    for text in ("mn", "abcd", "abef"):
+        tiers.serve(text)
+    assert not tiers.demoted(8) and tiers.tree.num_below == 8
+    assert [tiers.dropped(2) for _ in order] == order
+
+
+def test_copies_below_go_by_what_they_are_worth_to_the_policy() -> None:
+    check_worth_below("lru", ["mn", "cd", "ef", "ab"])
+    check_worth_below("density", ["cd", "mn", "ef", "ab"])
 
 
 def check_order_of_ends() -> None:

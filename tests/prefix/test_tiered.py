@@ -105,13 +105,15 @@ class Where:
 class TieredTree(RuleBasedStateMachine):
     """Every verb of the tree, on leases of requests, which bring what they hold to the device, and on pins."""
 
-    @initialize(policy=st.sampled_from(sorted(POLICIES)))
-    def start(self, policy: str) -> None:
+    @initialize(policy=st.sampled_from(sorted(POLICIES)), compares=st.booleans())
+    def start(self, policy: str, *, compares: bool) -> None:
         self.events: list[CacheEvent] = []
         self.where = Where()
         self.tree = RadixCache(
             1, eviction_policy(policy), emit=self.events.append, remembered=100, placement=self.where
         )
+        if compares:
+            self.tree.compare_copies()
         self.model = Model()
         self.leases: list[tuple[Lease, Prefix, bool]] = []  # whether it is a pin
         self.users: list[User | None] = [None, User(), User()]

@@ -90,6 +90,8 @@ class Tiering:
         self.moving: dict[Transfer, Moving] = {}
         self.damaged_paths: list[tuple[Hold, int]] = []  # and the first page of each to delete
         self._tree = parts.tree
+        if settings.write is WritePolicy.BACK:
+            parts.tree.compare_copies()
         self._holds = parts.holds
         self._groups = parts.groups
         self._free = parts.free

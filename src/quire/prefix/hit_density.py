@@ -206,6 +206,16 @@ class HitDensity(EvictionPolicy):
 
     # -- choosing
 
+    def worth(self, node: Node) -> float:
+        stay = _stay(node)
+        if stay is None or stay.kind < 0:
+            return 0.0
+        return self._part(node, stay) * self._table.of(stay.kind, self._seconds() - stay.since)
+
+    def _part(self, node: Node, stay: Stay) -> float:
+        part = node.share * (SUPERSEDED if stay.is_superseded else 1.0)
+        return part * (1 + self._growth * (node.depth + node.num_pages))
+
     def offered(self, node: Node) -> None:
         stay = _stay(node)
         if stay is None:
@@ -216,9 +226,7 @@ class HitDensity(EvictionPolicy):
         node.ticket = ticket = next(self._tickets)
         self._slots[slot], stay.slot = (ticket, node), slot
         self._kinds[slot], self._since[slot] = stay.kind, stay.since
-        part = node.share * (SUPERSEDED if stay.is_superseded else 1.0)
-        part *= 1 + self._growth * (node.depth + node.num_pages)
-        self._parts[slot] = part
+        self._parts[slot] = part = self._part(node, stay)
         if 0 < len(self._worst) < MOST_RANKED:
             loss = -part * self._table.of(stay.kind, self._seconds() - stay.since)
             if loss >= self._worst[0][0]:

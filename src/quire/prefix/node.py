@@ -70,7 +70,7 @@ class Node:
     hashes: list[PageHashes] = field(default_factory=list)  # hashes of its pages, in runs as cached, if events are on
     memo: object | None = None  # belongs to the eviction policy
     ticket: int = 0  # number of its valid entry in the policy's queue; 0: no candidate for eviction
-    copy_ticket: int = 0  # number of its valid entry in `NodeTiers.copies`
+    copy_ticket: int = 0  # number of its valid entry in the queue of copies
     share: float = 1.0  # worth of a byte of it, as a part of that of its pages alone (`quire.prefix.placement.Ends`)
     user: User | None = None  # None: requests of several sessions have used it, or one without a session
     tenant: int = 0  # number of its namespace's tenant

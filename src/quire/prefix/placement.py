@@ -9,10 +9,13 @@ from typing import Protocol
 
 import numpy as np
 
-from quire.lazy_queue import LazyQueue
+from quire.lazy_queue import Entry, LazyQueue
 from quire.prefix.node import ID_BYTES, Node, User, pages_to, path_to
 from quire.prefix.policy import EvictionPolicy, live
-from quire.spec.ids import Bools, Ids
+from quire.spec.ids import Bools, Ids, Tier
+
+_COMPARED = 16
+_OVER = -1  # in place of the last use of a node of an ended user
 
 
 class Placement(Protocol):
@@ -38,18 +41,20 @@ class Ends(Protocol):
 
 
 class NodeTiers:
-    """Nodes on the device are offered to `policy`. `copies` queues nodes whose copies may be evicted: the least
-    recently used first, and the end of a path before the nodes above it. Without a `placement` every page is on the
-    device alone. Only copies of a node's first pages, without a gap, count. In each tier, nodes of ended users come
-    before all others, as do those at whose end no request can begin: on the device in the order in which they are
-    offered. `ends` None: a request can begin after each page."""
+    """Nodes on the device are offered to `policy`. Copies are evicted from the end of a path before those above it: of
+    the least recently used node, or with `compare_copies` of some of these the one that is worth least to the policy.
+    Without a `placement` every page is on the device alone. Only copies of a node's first pages, without a gap, count.
+    In each tier, nodes of ended users come before all others, as do those at whose end no request can begin: on the
+    device in the order in which they are offered. `ends` None: a request can begin after each page."""
 
     def __init__(self, placement: Placement | None, policy: EvictionPolicy) -> None:
         self._placement = placement
         self._policy = policy
         self.ends: Ends | None = None
         self._ending_at: dict[int, Node] = {}  # nodes in the policy's queue, by their last page
-        self.copies: LazyQueue[Node] = LazyQueue(self._live, by_key=True)
+        self._copies: LazyQueue[Node] = LazyQueue(self._live, by_key=True)
+        self._oldest: list[Entry[Node]] = []  # taken from `_copies`, to be compared
+        self._num_compared = 1
         self._first: LazyQueue[Node] = LazyQueue(live)
         self._tickets = count(1)
 
@@ -103,9 +108,29 @@ class NodeTiers:
         entry.item.ticket = 0
         return entry.item
 
-    def candidates(self) -> Iterator[Node]:
-        """All nodes that may leave the device, for audits. O(entries)."""
-        return chain(self._first, self._policy.candidates())
+    def candidates(self, tier: Tier) -> Iterator[Node]:
+        """All nodes that may leave the device, or whose copies may be evicted, for audits. O(entries)."""
+        if tier is Tier.DEVICE:
+            return chain(self._first, self._policy.candidates())
+        return chain(self._copies, (each.item for each in self._oldest if self._live(each.ticket, each.item)))
+
+    def compare_copies(self) -> None:
+        """Copies are made of what leaves the device: what the policy expects decides about them too."""
+        self._num_compared = _COMPARED
+
+    def copy_victim(self) -> Node | None:
+        """Remove and return the node whose copies are evicted first; None if there is none."""
+        queue, worth = self._copies, self._policy.worth
+        oldest = self._oldest = [each for each in self._oldest if each.ticket == each.item.copy_ticket]
+        if queue.first_key(0) == _OVER and (entry := queue.pop()) is not None:
+            return entry.item
+        while len(oldest) < self._num_compared and (entry := queue.pop()) is not None:
+            oldest.append(entry)
+        while oldest:
+            found = oldest.pop(min(range(len(oldest)), key=lambda at: (worth(oldest[at].item), oldest[at].key)))
+            if self._live(found.ticket, found.item) is not None:
+                return found.item
+        return None
 
     def end(self, user: User) -> None:
         """No request of a session follows: its nodes are evicted first. O(its nodes)."""
@@ -137,7 +162,7 @@ class NodeTiers:
         """Queue a node if its copies may be evicted."""
         if self._may_lose_copies(node):
             node.copy_ticket = next(self._tickets)
-            self.copies.push(node.copy_ticket, node, -1 if node.is_over else node.last_used)
+            self._copies.push(node.copy_ticket, node, _OVER if node.is_over else node.last_used)
 
     def _live(self, ticket: int, node: Node) -> Node | None:
         return node if ticket == node.copy_ticket and self._may_lose_copies(node) else None

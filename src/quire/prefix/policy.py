@@ -51,6 +51,10 @@ class EvictionPolicy(ABC):
         """When a node, cached or evicted, is expected to be used again; None if the policy does not know. O(1)."""
         return None
 
+    def worth(self, node: Node) -> float:
+        """What a page of a node without leases is worth now, in any unit. O(1)."""
+        return 0.0
+
     @abstractmethod
     def offered(self, node: Node) -> None:
         """The node is a leaf without leases: a candidate until the tree sets its `ticket` to 0."""

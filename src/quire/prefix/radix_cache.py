@@ -72,9 +72,9 @@ class RadixCache:
         num_named: int = 0,
         tenants: TenantShares = ONE_TENANT,
     ) -> None:
-        self._tiers = NodeTiers(placement, policy)
-        self.is_here, self.num_copies = self._tiers.is_here, self._tiers.num_copies
-        self.lost, self.ends_by = self._tiers.lost, self._tiers.ends_by
+        self._tiers = tiers = NodeTiers(placement, policy)
+        self.is_here, self.num_copies, self.compare_copies = tiers.is_here, tiers.num_copies, tiers.compare_copies
+        self.lost, self.ends_by = tiers.lost, tiers.ends_by
         self._has_lower = placement is not None
         self.longest_grown = 1 << 16  # bytes: above these a child is added, since to lengthen an edge copies it
         self.page_size = page_size
@@ -259,13 +259,12 @@ class RadixCache:
         return Evicted(join_ids(removed), num_moved)
 
     def evict_lower(self, num_pages: int, leave: Give, cause: str = "") -> Evicted:
-        """Remove copies of up to `num_pages` pages that no lease holds, in the order of `NodeTiers.copies`. Pages on
+        """Remove copies of up to `num_pages` pages that no lease holds, in the order of `NodeTiers`. Pages on
         the device stay there, and `leave` frees their copies; the others are removed."""
         removed: list[bytes] = []
         num_moved = 0
         eviction = self._eviction(cause)
-        while num_pages > 0 and (entry := self._tiers.copies.pop()) is not None:
-            node = entry.item
+        while num_pages > 0 and (node := self._tiers.copy_victim()) is not None:
             copies = self.num_copies(node)
             keep = max(0, copies - num_pages)
             num_pages -= copies - keep
@@ -360,7 +359,7 @@ class RadixCache:
 
     def queued(self, tier: Tier = Tier.DEVICE) -> set[Node]:
         """Nodes that could be evicted from a tier. O(entries of its queues)."""
-        return set(self._tiers.candidates() if tier is Tier.DEVICE else self._tiers.copies)
+        return set(self._tiers.candidates(tier))
 
     def _end_of(self, match: Match, num_pages: int) -> Node:
         """The node at the end of a match's first `num_pages` pages. Splits an edge if they end inside it."""

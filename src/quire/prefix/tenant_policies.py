@@ -105,6 +105,9 @@ class TenantPolicies(EvictionPolicy):
     def forecast(self, node: Node) -> Forecast | None:
         return self._policies[node.tenant].forecast(node)
 
+    def worth(self, node: Node) -> float:
+        return self._policies[node.tenant].worth(node)
+
     def offered(self, node: Node) -> None:
         if not node.is_over:
             self._policies[node.tenant].offered(node)
