@@ -3,7 +3,7 @@
     python -m bench.eviction.recorded --sessions 30,60,120 --spacing 30,90,300 --seed 1,2,3 --policy lru,density
     python -m bench.eviction.recorded --odd --seed 31,32 --columns lru,density,density:told,density:closes=1 --brief
     python -m bench.eviction.recorded --odd --seed 31 --columns density,density:flops,oracle:next --json RESULT.json
-    python -m bench.eviction.recorded --odd --seed 41 --columns density,density:told --scheduled --json RESULT.json
+    python -m bench.eviction.recorded --odd --seed 33 --columns density,density:told --scheduled --json RESULT.json
     python -m bench.eviction.recorded --read RESULT.json [--plot recorded.svg] [--document docs/guides/eviction.md]
 
 A column is a policy with marks: `told` (endings are told to it), `closes=0.5` (clients close that share of the

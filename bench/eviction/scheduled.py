@@ -28,8 +28,8 @@ MAX_RUNNING = 64
 
 
 def requests_of(trace: PagedTrace) -> Iterator[TraceRequest]:
-    """The requests with a token for each page. A prompt's last page, if it is not full, is a token of its own, and so is
-    the last token of an output, which no step computes."""
+    """The requests with a token for each page. A prompt's last page, if it is not full, is a token of its own, and so
+    is the last token of an output, which no step computes."""
     first_own = int(trace.ids.max()) + 1
     for number, request in enumerate(trace):
         prompt = -(-request.prompt_tokens // trace.page_size)
@@ -63,6 +63,7 @@ def replay_scheduled(
         replay: Replay = _SessionReplay(plan, cost, settings, parts=[_Closing(closed_sessions(trace, closes)[1])])
     else:
         replay = Replay(plan, cost, settings)
+    replay.cache.tree.longest_grown //= size  # a token has the bytes of a token, and stands for a page
     found = replay.run(requests)
     hits, refused = np.zeros(len(trace), dtype=np.int64), np.zeros(len(trace), dtype=np.bool_)
     for record in found.records:

@@ -207,8 +207,7 @@ class HitDensity(EvictionPolicy):
     # -- choosing
 
     def worth(self, node: Node) -> float:
-        stay = _stay(node)
-        if stay is None or stay.kind < 0:
+        if (stay := _stay(node)) is None or stay.kind < 0:
             return 0.0
         return self._part(node, stay) * self._table.of(stay.kind, self._seconds() - stay.since)
 

@@ -12,9 +12,8 @@ import numpy as np
 from quire.lazy_queue import Entry, LazyQueue
 from quire.prefix.node import ID_BYTES, Node, User, pages_to, path_to
 from quire.prefix.policy import EvictionPolicy, live
-from quire.spec.ids import Bools, Ids, Tier
+from quire.spec.ids import Bools, Ids
 
-_COMPARED = 16
 _OVER = -1  # in place of the last use of a node of an ended user
 
 
@@ -108,26 +107,27 @@ class NodeTiers:
         entry.item.ticket = 0
         return entry.item
 
-    def candidates(self, tier: Tier) -> Iterator[Node]:
-        """All nodes that may leave the device, or whose copies may be evicted, for audits. O(entries)."""
-        if tier is Tier.DEVICE:
-            return chain(self._first, self._policy.candidates())
+    def candidates(self) -> Iterator[Node]:
+        """All nodes that may leave the device, for audits. O(entries)."""
+        return chain(self._first, self._policy.candidates())
+
+    def copy_candidates(self) -> Iterator[Node]:
+        """All nodes whose copies may be evicted, for audits. O(entries)."""
         return chain(self._copies, (each.item for each in self._oldest if self._live(each.ticket, each.item)))
 
     def compare_copies(self) -> None:
         """Copies are made of what leaves the device: what the policy expects decides about them too."""
-        self._num_compared = _COMPARED
+        self._num_compared = 16
 
     def copy_victim(self) -> Node | None:
         """Remove and return the node whose copies are evicted first; None if there is none."""
-        queue, worth = self._copies, self._policy.worth
         oldest = self._oldest = [each for each in self._oldest if each.ticket == each.item.copy_ticket]
-        if queue.first_key(0) == _OVER and (entry := queue.pop()) is not None:
+        if self._copies.first_key(0) == _OVER and (entry := self._copies.pop()) is not None:
             return entry.item
-        while len(oldest) < self._num_compared and (entry := queue.pop()) is not None:
+        while len(oldest) < self._num_compared and (entry := self._copies.pop()) is not None:
             oldest.append(entry)
         while oldest:
-            found = oldest.pop(min(range(len(oldest)), key=lambda at: (worth(oldest[at].item), oldest[at].key)))
+            found = oldest.pop(min(range(len(oldest)), key=lambda at: self._policy.worth(oldest[at].item)))
             if self._live(found.ticket, found.item) is not None:
                 return found.item
         return None

@@ -359,7 +359,7 @@ class RadixCache:
 
     def queued(self, tier: Tier = Tier.DEVICE) -> set[Node]:
         """Nodes that could be evicted from a tier. O(entries of its queues)."""
-        return set(self._tiers.candidates(tier))
+        return set(self._tiers.candidates() if tier is Tier.DEVICE else self._tiers.copy_candidates())
 
     def _end_of(self, match: Match, num_pages: int) -> Node:
         """The node at the end of a match's first `num_pages` pages. Splits an edge if they end inside it."""
