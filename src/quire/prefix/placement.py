@@ -122,10 +122,12 @@ class NodeTiers:
     def copy_victim(self) -> Node | None:
         """Remove and return the node whose copies are evicted first; None if there is none."""
         oldest = self._oldest = [each for each in self._oldest if each.ticket == each.item.copy_ticket]
-        if self._copies.first_key(0) == _OVER and (entry := self._copies.pop()) is not None:
-            return entry.item
-        while len(oldest) < self._num_compared and (entry := self._copies.pop()) is not None:
+        while (entry := self._copies.pop()) is not None:
+            if entry.key == _OVER:
+                return entry.item
             oldest.append(entry)
+            if len(oldest) >= self._num_compared:
+                break
         while oldest:
             found = oldest.pop(min(range(len(oldest)), key=lambda at: self._policy.worth(oldest[at].item)))
             if self._live(found.ticket, found.item) is not None:
