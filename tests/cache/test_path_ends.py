@@ -137,7 +137,7 @@ def test_a_request_fits_around_frames_that_are_set_apart() -> None:
             moved += 1
         except OutOfPages:
             assert cache.plan.arena is not None
-        group.use_again()
+        group.use_again(frame)
         compute(cache, tokens(choices, cache.plan.context))
         cache.audit()
     assert moved > 5

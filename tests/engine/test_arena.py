@@ -14,7 +14,6 @@ from quire.canary.canary import Canary
 from quire.engine.config import engine_config
 from quire.engine.core import EngineCore
 from quire.engine.device.runner import ModelRunner
-from quire.errors import RefusedCombination
 from quire.scheduler.sampling_params import SamplingParams
 from tests.changes import CORE, DEVICE, slow_unless_changed
 from tests.engine.running import run
@@ -80,11 +79,6 @@ def test_frames_move_and_tokens_stay(model: str, overlap: bool) -> None:
     """The canary looks at each cached frame after each step."""
     found = served(model, overlap=overlap, canary="all")
     assert found.moved_frames > 5 and sum(frames.dropped for frames in found.frames.values()) > 0
-
-
-def test_an_arena_with_other_engines_is_refused() -> None:
-    with pytest.raises(RefusedCombination, match="leave --arena or --role out"):
-        engine_config(model="quire-bundled-window", arena=True, role="both", transfer_secret="x" * 32)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -25,6 +25,9 @@ from tests.changes import CORE, DEVICE, slow_unless_changed
 from tests.engine.running import run
 
 MODELS = ("quire-bundled", "quire-bundled-window", "quire-bundled-recurrent")
+POOLS = [*((model, False) for model in MODELS), *((model, True) for model in MODELS[1:])]
+"""Models, and whether their groups share an arena."""
+
 WATCHED = (*CORE, *DEVICE, "src/quire/loop/", "src/quire/memory/", "src/quire/plan/", "tests/engine/test_elastic")
 RANGE = {"quire-bundled": "1MiB..4MiB", "quire-bundled-window": "2MiB..6MiB", "quire-bundled-recurrent": "2MiB..6MiB"}
 
@@ -121,9 +124,10 @@ def swing(core: EngineCore, model: str, times: int, **settings: Any) -> None:
     assert done >= 2 * times
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_the_size_swings_under_load_and_tokens_stay(model: str) -> None:
-    core = engine(model, canary="all")
+@pytest.mark.parametrize(("model", "arena"), POOLS)
+def test_the_size_swings_under_load_and_tokens_stay(model: str, arena: bool) -> None:
+    core = engine(model, canary="all", arena=arena)
+    assert arena == (core.plan.arena is not None)
     swing(core, model, 10)
     statistics = core.statistics()
     assert statistics["moved_frames"] > 0
@@ -132,12 +136,12 @@ def test_the_size_swings_under_load_and_tokens_stay(model: str) -> None:
 
 
 @slow_unless_changed(*WATCHED)
-@pytest.mark.parametrize("model", MODELS)
-def test_the_size_swings_with_drafts_and_lower_tiers(model: str, tmp_path: Any) -> None:
+@pytest.mark.parametrize(("model", "arena"), POOLS)
+def test_the_size_swings_with_drafts_and_lower_tiers(model: str, arena: bool, tmp_path: Any) -> None:
     settings: dict[str, Any] = {"host_memory": "64MiB", "storage": str(tmp_path), "storage_size": "64MiB"}
     if model != "quire-bundled-recurrent":
         settings["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 3}
-    core = engine(model, canary="all", load="always", **settings)
+    core = engine(model, canary="all", load="always", arena=arena, **settings)
     swing(core, model, 10)
     statistics = core.statistics()
     assert statistics["moved_frames"] > 0 and statistics["tiers"]["host_hit_tokens"] > 0
@@ -346,6 +350,33 @@ def test_frames_that_are_set_apart_leave_with_their_memory_and_not_before() -> N
     assert answer(core, core.release_memory(0.0)).done and not group.quarantined
     answer(core, core.resume_memory(0.0))
     assert stepped(core, tokens, lambda step: None) == expected("quire-bundled")
+    core.close()
+
+
+@pytest.mark.parametrize("model", MODELS[1:])
+def test_frames_of_both_groups_that_are_set_apart_leave_with_the_memory_of_an_arena(model: str) -> None:
+    core = engine(model, canary="all", arena=True)
+    arena, memory = core.plan.arena, core.memory().device
+    assert arena is not None
+    for group in core.cache.groups:
+        pool = group.frames.allocator.ids
+        if group.index == arena.upper:
+            held(pool, [pool.size, pool.size - 1])
+        else:  # the end of its memory in the middle of the arena, and its first frame
+            held(pool, [1, pool.num_free])
+        for frame in np.flatnonzero(pool.is_out(slice(None))).tolist():
+            group.set_apart(frame)
+    core.audit()
+    found = resized(core, memory.least)
+    assert found.done and found.device.reached <= memory.least
+    assert [group.quarantined for group in core.cache.groups if group.index != arena.upper] == [[1]]
+    assert not core.cache.groups[arena.upper].quarantined
+    assert resized(core, memory.most).device.reached == memory.most
+    core.audit()
+    tokens = added(core, "r")
+    assert answer(core, core.release_memory(0.0)).done and not any(each.quarantined for each in core.cache.groups)
+    answer(core, core.resume_memory(0.0))
+    assert stepped(core, tokens, lambda step: None) == expected(model)
     core.close()
 
 

@@ -30,6 +30,8 @@ MOST = 4 * 2**20
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "window": ("gemma3_text", {"speculative_config": NGRAM, "storage": ""}),
     "state": ("qwen3_next", {"storage": ""}),
+    "window in an arena": ("gemma3_text", {"arena": True, "speculative_config": NGRAM, "storage": ""}),
+    "state in an arena": ("qwen3_next", {"arena": True, "storage": ""}),
     "hisparse": ("deepseek_v32", {"hisparse": {"device_buffer_size": 16}, "speculative_config": NGRAM}),
 }
 """A tiny model, and what is on beside host memory; all its storage is in a folder of the test."""

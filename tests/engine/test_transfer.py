@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -41,6 +42,27 @@ def test_tokens_are_those_of_one_engine(name: str, page_size: int) -> None:
         assert sent["sent_bytes"] == got["received_bytes"]
         assert run_apart(decode, [prefill], OTHERS, GREEDY, "others") == case.others
         assert run_apart(decode, [prefill], PROMPTS, GREEDY, "warm") == case.expected
+    finally:
+        decode.close()
+        prefill.close()
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next"])
+def test_frames_move_in_arenas_while_pages_are_sent_and_arrive(name: str) -> None:
+    """Both engines have an arena for little more than the longest request, and the canary looks at cached frames."""
+    case = case_of(name)
+    settings: dict[str, Any] = {"page_size": 4, "arena": True, "canary": "all", "max_num_batched_tokens": 17}
+    settings |= {"num_tokens": LONGEST + 40, "max_running_requests": 3}
+    prefill = prefill_engine(case.model, **settings)
+    decode = decode_engine(case.model, [prefill], **settings)
+    try:
+        for turn, (prompts, expected) in enumerate([(PROMPTS, case.expected), (OTHERS, case.others)] * 3):
+            assert run_apart(decode, [prefill], prompts, GREEDY, f"turn{turn}") == expected
+        got = transfer_of(decode)
+        assert got["received_tokens"] > 0 and got["fallbacks"] == 0, got
+        for core in (prefill, decode):
+            assert core.plan.arena is not None and core.statistics()["moved_frames"] > 0
+            assert not core.statistics()["canary"]["found_pages"]
     finally:
         decode.close()
         prefill.close()

@@ -30,6 +30,7 @@ class ArenaMachine:
         "set_apart",
         "use_again",
         "starve",
+        "resize",
         "clear",
     )
     EVENTS = (
@@ -41,6 +42,12 @@ class ArenaMachine:
         "fixed frame in the way",
         "both around a hole",
         "starved",
+        "smaller",
+        "larger",
+        "moved inwards",
+        "retreated for a size",
+        "in the way of a size",
+        "beyond the limit",
     )
 
     def __init__(self, choices: Choices) -> None:
@@ -51,6 +58,7 @@ class ArenaMachine:
         self.arena = Arena(ArenaLayout(budget, strides), ("one", "other"))
         self.low = strides.index(max(strides)) if small != large else 1
         self.last = budget // strides[1 - self.low] - 1
+        self.limit = self.last  # of the upper ids
         self.bytes = [0] * budget
         for group in (0, 1):
             self._write(group, 0, -1)
@@ -73,7 +81,6 @@ class ArenaMachine:
         group, count = choices.below(2), choices.between(0, 6)
         pool = self.arena.pools[group]
         free = self._free(group)
-        assert pool.num_free == len(free)
         if count > len(free):
             with pytest.raises(OutOfPages) as caught:
                 pool.take(count)
@@ -91,7 +98,7 @@ class ArenaMachine:
         group = choices.below(2)
         while choices.chance(95) and self._fits(self._places([n + (g == group) for g, n in enumerate(wanted)])):
             wanted[group] += 1
-        fixed = [self._extent(group, self.fixed - {*self.apart[group]}) for group in (0, 1)]
+        fixed = self._fixed_extents()
         counts = self._places(wanted)
         needed = [max(count, low) for count, low in zip(counts, fixed, strict=True)]
         fits = self._fits(needed)
@@ -108,18 +115,19 @@ class ArenaMachine:
             self.happened["refused with room elsewhere"] += all(elsewhere)
             return
         for group, pool in enumerate(self.arena.pools):
-            assert pool.extent == self._extent(group, {*self.frames[group]} - {*self.apart[group]})
+            assert pool.extent == self._live_extent(group)
         move = self.arena.make_way(wanted)
         if move is not None and choices.chance(20):  # nothing was copied, so nothing has changed
             self.happened["not copied"] += 1
             return
         if move is not None:
             self._move(move.group, move.sources.tolist(), move.targets.tolist())
-            self.arena.done(move)
+            self.arena.pools[move.group].moved(move.sources, move.targets)
         self.happened["moved"] += move is not None
         self.happened["moved over a hole"] += move is not None and any(self.apart)
         self.happened["both around a hole"] += all(
-            n > pool.num_live + more for n, pool, more in zip(counts, pools, wanted, strict=True)
+            n - pool.size + pool.limit > pool.num_live + more
+            for n, pool, more in zip(counts, pools, wanted, strict=True)
         )
         for group, count in enumerate(wanted):
             self._own(group, self.arena.pools[group].take(count))
@@ -137,7 +145,7 @@ class ArenaMachine:
         move = self.arena.make_way(wanted)
         if move is not None:
             self._move(move.group, move.sources.tolist(), move.targets.tolist())
-            self.arena.done(move)
+            self.arena.pools[move.group].moved(move.sources, move.targets)
         self._own(1 - group, self.arena.pools[1 - group].take(wanted[1 - group]))
         taken = sum(stride * n for stride, n in zip(self.strides, self._places([0, 0]), strict=True))
         left = self.arena.layout.room - taken
@@ -175,21 +183,59 @@ class ArenaMachine:
         """A frame in use is not used again."""
         group = choices.below(2)
         names = [name for name in self.frames[group] if name not in self.apart[group]]
-        if names and choices.chance(40):
+        if names and choices.chance(80):
             self.apart[group].append(choices.one_of(names))
-            self.arena.set_apart(group, self.frames[group][self.apart[group][-1]])
+            self.arena.pools[group].set_apart(self.frames[group][self.apart[group][-1]])
 
     def use_again(self, choices: Choices) -> None:
         """The first frame that was set apart is free."""
         group = choices.below(2)
         if self.apart[group] and choices.chance(60):
-            name = self.apart[group].pop(0)
-            at = self.frames[group].pop(name)
-            self.arena.use_again(group, at)
-            self.arena.pools[group].take_back(np.array([at]))
-            self.arena.pools[group].put(np.array([at], dtype=np.int32))
-            self._write(group, at, 0)
-            self.fixed.discard(name)
+            self._use(group, self.apart[group][0])
+
+    def _use(self, group: int, name: int) -> None:
+        self.apart[group].remove(name)
+        at = self.frames[group].pop(name)
+        self.arena.pools[group].use_again(at)
+        self.arena.pools[group].take_back(np.array([at]))
+        self.arena.pools[group].put(np.array([at], dtype=np.int32))
+        self._write(group, at, 0)
+        self.fixed.discard(name)
+
+    def resize(self, choices: Choices) -> None:
+        """Another size: groups retreat, the limit stays where frames lie in the way, and others move inwards."""
+        upper, before = 1 - self.low, self.limit
+        pool, most = self.arena.pools[upper], choices.one_of((1, 3, 1000))
+        least = self.last - len(pool._used)
+        self.limit = self.last if choices.chance(60) else choices.between(least, self.last)
+        while not self._fits([max(at, n) for at, n in zip(self._fixed_extents(), self._places([0, 0]), strict=True)]):
+            self.limit += 1
+        pool.resize(self.limit)
+        for group in (0, 1):
+            move = self.arena.retreat(group, [0, 0], self._ids(group, self.fixed), most)
+            assert len(move.sources) <= most
+            self._move(group, move.sources.tolist(), move.targets.tolist())
+            self.arena.pools[move.group].moved(move.sources, move.targets)
+            self.happened["retreated for a size"] += bool(len(move.sources))
+        wanted = self.limit
+        while not self._fits([max(self._live_extent(g), n) for g, n in enumerate(self._places([0, 0]))]):
+            self.limit += 1
+        pool.resize(self.limit)
+        self.happened["in the way of a size"] += self.limit > wanted
+        for group in (0, 1):
+            for name in [name for name in self.apart[group] if self._is_beyond(group, self.frames[group][name])]:
+                self._use(group, name)
+        beyond = {at for name, at in self.frames[upper].items() if at > self.limit and name not in self.fixed}
+        free = self._inside(upper)
+        ids, targets = (each.tolist() for each in pool.inwards(self._ids(upper, self.fixed), most))
+        count = min(len(beyond), most)
+        assert ids == sorted(sorted(beyond)[len(beyond) - count :]) and targets == sorted(free[:count])
+        self._move(upper, ids, targets)
+        pool.moved(np.array(ids, dtype=np.int32), np.array(targets, dtype=np.int32))
+        self.happened["moved inwards"] += count > 0
+        self.happened["smaller"] += self.limit < before
+        self.happened["larger"] += self.limit > before
+        self.happened["beyond the limit"] += pool.num_beyond > 0
 
     def clear(self, choices: Choices) -> None:
         if choices.chance(10):
@@ -209,6 +255,10 @@ class ArenaMachine:
             assert set(np.flatnonzero(pool.is_out(slice(None))).tolist()) == ids
             assert (pool.num_used, pool.num_apart) == (len(ids), len(self.apart[group]))
             assert pool.num_free == len(self._free(group))
+            beyond = [at for at in ids if group != self.low and at > self.limit]
+            assert pool.num_beyond == len(beyond)
+            assert pool.num_withdrawn == (group != self.low) * (self.last - self.limit) - len(beyond)
+            assert pool.last_present == max(pool.limit, *beyond, 0)
             for name, at in self.frames[group].items():
                 first = self._first(group, at)
                 assert self.bytes[first : first + self.strides[group]] == [name] * self.strides[group]
@@ -225,17 +275,40 @@ class ArenaMachine:
         return [*ids] if group == self.low else [*reversed(ids)]
 
     def _free(self, group: int) -> list[int]:
-        """Ids that a group can have as the other lies: their bytes have no owner, and all of the other's are beyond."""
+        """Ids that a group can have as the other lies, beside those that its frames beyond the limit need."""
+        inside = self._inside(group)
+        beyond = sum(
+            self._is_closed(group, at) for name, at in self.frames[group].items() if name not in self.apart[group]
+        )
+        return inside[: max(0, len(inside) - beyond)]
+
+    def _inside(self, group: int) -> list[int]:
+        """Ids whose bytes have no owner, all of the other group's are beyond, and so is what these need."""
         apart = {*self.apart[1 - group]}
         others = [self._first(1 - group, at) for name, at in self.frames[1 - group].items() if name not in apart]
         if group == self.low:
             low, high = 0, min(others, default=len(self.bytes))
-            high = min(high, (self.last + 1) * self.strides[1 - group])
+            needed = self._places([0, 0])[1 - group]
+            high = min(high, (self.last + 1 - needed) * self.strides[1 - group])
         else:
             low, high = max(others, default=self._first(self.low, 0)) + self.strides[self.low], len(self.bytes)
         stride, own = self.strides[group], set(self.frames[group].values())
-        inside = [at for at in self._order(group) if at not in own and not self._is_hole(group, at)]
+        free = [at for at in self._order(group) if at not in own and not self._is_closed(group, at)]
+        inside = [at for at in free if not self._is_hole(group, at)]
         return [at for at in inside if low <= self._first(group, at) and self._first(group, at) + stride <= high]
+
+    def _is_closed(self, group: int, at: int) -> bool:
+        return group != self.low and at > self.limit
+
+    def _is_beyond(self, group: int, at: int) -> bool:
+        """Whether a frame has bytes beyond those of the limit."""
+        return self._first(group, at + 1) > self._first(1 - self.low, self.limit + 1)
+
+    def _fixed_extents(self) -> list[int]:
+        return [self._extent(group, self.fixed - {*self.apart[group]}) for group in (0, 1)]
+
+    def _live_extent(self, group: int) -> int:
+        return self._extent(group, {*self.frames[group]} - {*self.apart[group]})
 
     def _is_hole(self, group: int, at: int) -> bool:
         """Whether a frame would have bytes of one that is set apart."""
@@ -248,8 +321,9 @@ class ArenaMachine:
         for group, n in enumerate(wanted):
             count, places = len(self.frames[group]) - len(self.apart[group]) + n, 0
             order = self._order(group)
-            while count:
-                count -= places >= len(order) or not self._is_hole(group, order[places])
+            while count or (places < len(order) and self._is_closed(group, order[places])):
+                open_ = places >= len(order) or not self._is_closed(group, order[places])
+                count -= open_ and (places >= len(order) or not self._is_hole(group, order[places]))
                 places += 1
             found.append(places)
         return found

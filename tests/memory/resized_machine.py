@@ -27,8 +27,8 @@ class ResizedMachine:
         "wrong_free",
         "resize",
         "resize",
-        "move_inwards",
-        "move_inwards",
+        "inwards",
+        "inwards",
         "set_aside",
         "clear",
     )
@@ -40,6 +40,7 @@ class ResizedMachine:
         "too many at once",
         "freed beyond the limit",
         "came again",
+        "not copied",
     )
 
     def __init__(self, choices: Choices) -> None:
@@ -95,7 +96,7 @@ class ResizedMachine:
         self.queue, self.later = [each for each in range(1, self.limit + 1) if each not in taken], []
         self.happened["came again"] += any(each > before for each in self.queue)
 
-    def move_inwards(self, choices: Choices) -> None:
+    def inwards(self, choices: Choices) -> None:
         """What is outermost moves to the lowest free ids, but for what must stay and what is too much at once."""
         fixed = {self.owned[name] for name in self._some(choices)}
         beyond = sorted(each for each in self.owned.values() if each > self.limit)
@@ -104,9 +105,15 @@ class ResizedMachine:
         movable = [each for each in beyond if each not in fixed]
         moving = movable[len(movable) - min(len(movable), len(free), most) :]
         targets = free[: len(moving)]
-        found = self.pool.move_inwards(np.array(sorted(fixed), dtype=np.int32), most)
+        found = self.pool.inwards(np.array(sorted(fixed), dtype=np.int32), most)
         assert [each.tolist() for each in found] == [moving, targets]
         assert all(each.dtype == np.int32 for each in found)
+        self.queue, self.later = free, []
+        self.check()
+        if choices.chance(40):  # nothing was copied, so nothing has changed
+            self.happened["not copied"] += bool(moving)
+            return
+        self.pool.moved(*found)
         places = dict(zip(moving, targets, strict=True))
         self.owned = {name: places.get(each, each) for name, each in self.owned.items()}
         self.queue, self.later = free[len(moving) :], []
@@ -130,7 +137,6 @@ class ResizedMachine:
         assert pool.num_used == len(owned) + len(self.aside)
         assert pool.num_withdrawn == self.size - num_free - pool.num_used, "an id is lost"
         assert np.flatnonzero(pool.is_out(slice(None))).tolist() == owned
-        assert pool.last_used == max(owned, default=0)
         assert pool.num_beyond == sum(each > self.limit for each in (*owned, *self.aside))
         assert pool.last_present == max(self.limit, *owned, 0)
 

@@ -36,7 +36,11 @@ def availability_is_added(patch: Patch) -> None:
 @mutant("arena", "a group retreats further than its neighbour needs, over frames that must not move")
 def a_retreat_goes_too_far(patch: Patch) -> None:
     real = EndPool.retreat
-    patch.setattr(EndPool, "retreat", lambda pool, limit: real(pool, max(pool.num_used, limit - 1)))
+    patch.setattr(
+        EndPool,
+        "retreat",
+        lambda pool, places, fixed, most: real(pool, max(pool.places_for(pool.num_live), places - 1), fixed, most),
+    )
 
 
 @mutant("arena", "a frame is copied to a place that is still free, and another request gets the place too")
@@ -147,16 +151,16 @@ def holes_take_no_places(patch: Patch) -> None:
 
 @mutant("arena", "frames count as moved before they are copied, and a copy that fails loses them")
 def ids_change_before_the_copy(patch: Patch) -> None:
-    real = Arena.make_way
+    real, moved = Arena.make_way, EndPool.moved
 
     def make_way(arena: Arena, wanted: Any) -> Any:
         move = real(arena, wanted)
         if move is not None:
-            arena.done(move)
+            moved(arena.pools[move.group], move.sources, move.targets)
         return move
 
     patch.setattr(Arena, "make_way", make_way)
-    patch.setattr(Arena, "done", lambda arena, move: None)
+    patch.setattr(EndPool, "moved", lambda pool, sources, targets: None)
 
 
 @mutant("path ends", "pages that no request can begin after outlive others")

@@ -215,6 +215,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "arena": [lambda seed=seed: run_arena(seed, 60) for seed in range(60)],
     "arenas": [lambda seed=seed: run_arena_replay(seed, shakes=True, tiers=seed % 2 < 1) for seed in range(30)],
     "resizes": [lambda seed=seed: run_resized_replay(seed, tiers=seed % 2 < 1) for seed in range(30)],
+    "resized arenas": [lambda seed=seed: run_resized_replay(seed, arena=True) for seed in range(20)],
     "moved tables": [test_arena.check_tables],
     "path ends": [test_path_ends.check_orders],
     "spared": [test_path_ends.check_spared],

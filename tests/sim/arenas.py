@@ -108,8 +108,7 @@ def shake(cache: KVCache, choices: Choices) -> int:
         pool.take_back(ids)
         pool.put(ids)
     if moved:
-        cache._growth.move(move := Move(group, sources, targets))
-        arena.done(move)
+        cache._growth.move(Move(group, sources, targets))
     return moved
 
 

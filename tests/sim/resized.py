@@ -17,14 +17,35 @@ from quire.plan.budget import MemoryPlan
 from quire.prefix.reach import reach_of
 from quire.sim.replay import Replay, ReplaySettings
 from quire.sim.tier_settings import SimulatedTiers
+from quire.spec.arena import ArenaLayout
 from quire.spec.group import GroupSpec, ReachSpec
 from quire.spec.layout import DType, Field, PageLayout
 from quire.spec.pages import pages_for
 from quire.testing.choices import Choices
-from tests.sim.arenas import DRAFTS, arena_trace
+from tests.sim.arenas import DRAFTS, arena_plan, arena_trace
 from tests.sim.replays import COST
 
 KINDS = (("full",), ("full", "window"), ("full", "state"), ("full", "chunk"), ("full", "other"), ("window",))
+
+
+class Arenas:
+    """A plan of the most bytes that two groups share, and plans of fewer, in some of which a request of the whole
+    context does not fit."""
+
+    def __init__(self, choices: Choices, *, drafts: bool) -> None:
+        self.plan = arena_plan(choices, drafts=drafts)
+        arena, pages = self.plan.arena, self.plan.pages_of(self.plan.context)
+        assert arena is not None
+        self._arena, self._beside = arena, arena.room - self.plan.num_pages * arena.strides[0]
+        self._least = self._beside + pages * arena.strides[0]
+
+    def smaller(self, choices: Choices) -> MemoryPlan:
+        """Any size from half of what the context needs on."""
+        arena, least = self._arena, self._least // 2 if choices.chance(30) else self._least
+        budget = arena.budget - arena.room + choices.between(min(least, arena.room), arena.room)
+        arena = ArenaLayout(budget, arena.strides)
+        num_pages = max(0, arena.room - self._beside) // arena.strides[0]
+        return replace(self.plan, arena=arena, num_pages=min(num_pages, self.plan.num_pages))
 
 
 class Sizes:
@@ -75,7 +96,7 @@ class Sizes:
 class Resizes(Part):
     """Aims at other sizes at random, and wipes what is given back."""
 
-    def __init__(self, choices: Choices, sizes: Sizes) -> None:
+    def __init__(self, choices: Choices, sizes: Sizes | Arenas) -> None:
         self._choices, self._sizes = choices, sizes
         self.happened: Counter[str] = Counter()
 
@@ -103,15 +124,17 @@ class Resizes(Part):
 
     def _wipe(self) -> None:
         for memory in self._loop.device._memory:  # type: ignore[attr-defined]
-            gone = np.arange(self._cache.resizing.extent(memory._group) + 1, len(memory._frames.hashes), dtype=np.int32)
+            group = self._cache.groups[memory._group]
+            last = group.room.last_of(group, group.room.ids.last_present)
+            gone = np.arange(last + 1, len(memory._frames.hashes), dtype=np.int32)
             memory._frames.hashes[gone] = 0
             memory._frames.update_digests(gone)
 
 
-def run_resized_replay(seed: int, *, tiers: bool = False, drafts: bool = False) -> Counter[str]:
+def run_resized_replay(seed: int, *, tiers: bool = False, drafts: bool = False, arena: bool = False) -> Counter[str]:
     """A replay in which every read and all invariants are checked; returns what has happened."""
     choices = Choices.seeded(seed)
-    sizes = Sizes(choices, drafts=drafts)
+    sizes = Arenas(choices, drafts=drafts) if arena else Sizes(choices, drafts=drafts)
     plan = sizes.plan
     settings = ReplaySettings(
         check="all",

@@ -8,7 +8,8 @@ import pytest
 
 from tests.sim.resized import run_resized_replay
 
-KINDS = ({}, {"tiers": True}, {"drafts": True}, {"tiers": True, "drafts": True})
+KINDS = ({}, {"tiers": True}, {"drafts": True}, {"tiers": True, "drafts": True}, {"arena": True})
+KINDS += ({"arena": True, "tiers": True}, {"arena": True, "drafts": True})
 NAMES = ["-".join(kind) or "plain" for kind in KINDS]
 
 

@@ -106,7 +106,8 @@ class Admission:
             usable = min(hit.match.num_pages, max(0, num_tokens - 1) // size)
             until(usable * size, Cause.GROUP, f"group '{limited_by}' has dropped what it needs to resume further on")
         if hit.most_tokens < num_tokens:
-            until(hit.match.num_pages * size, Cause.LOGPROBS, "computed again: its log-probabilities are reported")
+            why = "computed again: its log-probabilities are reported, or else it lacks room"
+            until(hit.match.num_pages * size, Cause.LOGPROBS, why)
         last = "a prompt's last token is always computed, with its page"
         until(hit.match.num_pages * size, Cause.LAST_TOKEN, last)
         for part in asked:
@@ -179,10 +180,11 @@ class Admission:
         """The longest request of a namespace that is ever admitted, prompt and output together, in tokens."""
         return self._plan.largest_request
 
-    def frames_for(self, requests: Sequence[tuple[Namespace, int]]) -> list[int]:
-        """Frames that each group must have, so that any of these requests can run, each with so many pages."""
+    def units_for(self, requests: Sequence[tuple[Namespace, int]]) -> list[int]:
+        """Units that each room must have, so that any of these requests can run, each with so many pages."""
         most = max((num_pages for _, num_pages in requests), default=0)
-        return [group.needs(most, 0) if most else 0 for group in self._groups]
+        needs = [group.needs(most, 0) if most else 0 for group in self._groups]
+        return [sum(needs[at] * n for at, n in zip(room.indices, room.strides, strict=True)) for room in self._rooms]
 
     def _soft(self, group: GroupCache) -> int:
         """Frames of a group that only soft retentions hold."""

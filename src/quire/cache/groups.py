@@ -97,27 +97,13 @@ class GroupBase:
     def set_apart(self, frame: int) -> None:
         """An allocated frame that no page has is not used until `use_again`: its bytes changed by themselves."""
         self.quarantined.append(frame)
-        self.room.set_apart(self, frame)
+        self.frames.allocator.ids.set_apart(frame)
 
-    def use_again(self) -> None:
-        """Free the frame that was set apart first."""
-        frame = self.quarantined.pop(0)
-        self.room.use_again(self, frame)
+    def use_again(self, frame: int) -> None:
+        """Free a frame that was set apart."""
+        self.quarantined.remove(frame)
+        self.frames.allocator.ids.use_again(frame)
         self.frames.free_frames(np.array([frame], dtype=np.int32))
-
-    def extent_for(self, least: int, reserved: int) -> int:
-        """The least number of frames, at least `least`, in which those in use fit, `reserved` ones for them, and those
-        of the frames that were set apart that lie there."""
-        needed = self.frames.num_used - len(self.quarantined) + reserved
-        for frame in sorted(self.quarantined):
-            needed += frame <= max(least, needed)
-        return max(least, needed)
-
-    def give_up_apart(self, limit: int) -> None:
-        """Frames beyond the `limit` that were set apart leave with their memory."""
-        for frame in [each for each in self.quarantined if each > limit]:
-            self.quarantined.remove(frame)
-            self.frames.free_frames(np.array([frame], dtype=np.int32))
 
     def moved(self, sources: Ids, targets: Ids) -> Ids:
         """Frames have other ids: `targets` instead of `sources`, which ascend. Returns the pages that have them."""

@@ -73,7 +73,7 @@ class Growth:
         self._scarce = tuple(  # those that can be short where page ids are not
             room
             for room in self._rooms
-            if room.is_shared or any(g.reach.in_place or g.frames.limit < most for g in room.groups)
+            if room.is_shared or any(g.reach.in_place or g.frames.allocator.ids.limit < most for g in room.groups)
         )
 
     def by(self, kvs: Batch, rows: Rows, counts: int | Counts) -> None:
@@ -159,12 +159,18 @@ class Growth:
                     wanted = more
         return wanted
 
-    def reclaim(self, wanted: Sequence[int], cause: str, pages: Sequence[Ids] = ()) -> None:
+    def reclaim(self, wanted: Sequence[int], cause: str, pages: Sequence[Ids]) -> None:
         """Evict until each group has `wanted[i]` free frames, for loads, which follow moves as launched steps do. Does
-        not wait for transfers. `pages` are those of each group that get the frames, if any do."""
+        not wait for transfers. `pages` are those of each group that get the frames."""
         self._until(lambda: wanted, 0, cause, waits=False)
 
-    def _until(self, ask: Callable[[], Sequence[int]], num_new: int, cause: str, *, waits: bool) -> None:
+    def shrink(self, reserved: Sequence[int], cause: str) -> None:
+        """As `reclaim` for rooms that are smaller now, in which each group keeps so many frames. Moves nothing."""
+        self._until(lambda: reserved, 0, cause, waits=False, moves=False)
+
+    def _until(
+        self, ask: Callable[[], Sequence[int]], num_new: int, cause: str, *, waits: bool, moves: bool = True
+    ) -> None:
         """Release holds until the pages counted by `ask()` are evictable, and evict them. Raises OutOfPages before."""
         wanted = ask()
         while (refusal := self._short(wanted, num_new)) is not None:
@@ -178,9 +184,8 @@ class Growth:
         for room in self._rooms:
             if room.is_shared and room.lack(self._used(wanted)) > 0:  # an eviction freed less than was counted
                 raise self._refusal(room.groups[0].name, wanted[0], room.groups[0].num_free, 0)
-            if (move := room.make_way(wanted)) is not None:
+            if moves and (move := room.make_way(wanted)) is not None:
                 self.move(move)
-                room.done(move)
 
     def _release(self, wanted: Sequence[int], num_new: int, *, waits: bool) -> bool:
         """End a hold that protects pages or frames, or wait for a transfer. False: there is none to end now."""
@@ -267,9 +272,12 @@ class Growth:
     def move(self, move: Move) -> None:
         """The bytes of some frames are elsewhere from now on: for what is launched next, behind what was launched. If
         they cannot be copied, nothing has changed."""
+        if not len(move.sources):
+            return
         for listener in self._parts.moved:
             listener(move.group, move.sources, move.targets)
         group = self._parts.groups[move.group]
+        group.frames.allocator.ids.moved(move.sources, move.targets)
         self._rows.rewritten(move.group, group.moved(move.sources, move.targets))
         self._counters.moved_frames += len(move.sources)
 

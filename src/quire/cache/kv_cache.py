@@ -18,7 +18,7 @@ from quire.cache.offload import NO_OFFLOAD, Cached, CacheParts, OffloadFactory
 from quire.cache.path_ends import PathEnds
 from quire.cache.request_kv import CacheUse, PrefixHit, RequestKV
 from quire.cache.resizing import Resizing
-from quire.cache.room import rooms_of
+from quire.cache.room import Room, SharedRoom
 from quire.cache.running import Batch, Counts, Lengths, RunningBatch, RunningTables
 from quire.cache.session import SessionSettings
 from quire.cache.sessions import Sessions
@@ -144,7 +144,9 @@ class KVCache:
             frames=table,
             pages=self.pages,
             groups=self.groups,
-            rooms=tuple(rooms_of(self.groups, frames.arena, self._fixed, caches=share_prefixes)),
+            rooms=tuple(Room([group], [1], group.num_frames, self._fixed) for group in self.groups)
+            if frames.arena is None
+            else (SharedRoom(self.groups, frames.arena, self._fixed, caches=share_prefixes),),
             tree=self.tree,
             rows=self.rows,
             damaged=DamagedPages(table.anchor(Tier.DEVICE), self.groups),
@@ -152,7 +154,7 @@ class KVCache:
             seconds=seconds,
             free=self._free,
             sweep=self._sweep,
-            reclaim=lambda wanted, cause, pages=(): self._growth.reclaim(wanted, cause, pages),
+            reclaim=lambda wanted, cause, pages: self._growth.reclaim(wanted, cause, pages),
             changed=self._changed,
             step_seconds=lambda: self.fences.step_seconds if len(self.rows.live) > self.sessions.num_held else 0.0,
             tenants=shares,
@@ -171,7 +173,7 @@ class KVCache:
         self.admission = admits(self.parts, self.offload.retention)
         give_way = partial(self.sessions.give_way, for_room=True)
         self._growth = grows(self.parts, self.offload, self.counters, give_way, frames.growing)
-        self.resizing = Resizing(self.parts, self._growth, self._fixed)
+        self.resizing = Resizing(self.parts, self._growth)
         self._settling = self.groups if offload.below else self._partial  # full groups commit only with tiers
         self._states = {group.index: group for group in self.groups if isinstance(group, StateGroup)}
         if frames.arena is not None:

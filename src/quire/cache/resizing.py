@@ -1,26 +1,21 @@
-"""Resizing: how many frames each group of a cache has, up to those of its plan, while requests run.
+"""Resizing: the size of each room of a cache (`quire.cache.room`), up to that of its plan, while requests run.
 
-    frames  1 ... limit ... num_frames        no frame beyond the limit is handed out
-            |-- in use, free --|-- released --|
-                               frames that are in use there move to free ones below, or stay until they are freed
-
-A group grows at once. It shrinks in steps: what eviction can free leaves first, in its usual order and to lower tiers
+A room grows at once. It shrinks in steps: what eviction can free leaves first, in its usual order and to lower tiers
 where there are some, then the outermost frames move inwards. What running requests hold, and will need, stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from quire.cache.growth import Growth
 from quire.cache.offload import CacheParts
 from quire.cache.request_kv import RequestKV
+from quire.cache.room import Room
 from quire.errors import OutOfPages, RequestTooLarge
-from quire.memory.allocator import Move
 from quire.plan.budget import MemoryPlan, counted, format_bytes
-from quire.spec.ids import Ids
 
 MOVED_BYTES = 64 * 2**20
 """Bytes of a group that move at once: steps wait meanwhile."""
@@ -30,23 +25,14 @@ _CAUSE = "less KV memory"
 
 class Resizing:
     """The size of one cache: that of `plan`, whose pages the largest request may have, or nothing while it is
-    `is_released`. Groups whose frames are in host memory, or in an arena, keep theirs. `fixed` are frames of a group
-    that must not move now, None: all of them."""
+    `is_released`. Groups whose frames are in host memory keep theirs."""
 
-    def __init__(self, parts: CacheParts, growth: Growth, fixed: Callable[[int], Ids | None]) -> None:
+    def __init__(self, parts: CacheParts, growth: Growth) -> None:
         self._parts = parts
         self._growth = growth
-        self._fixed = fixed
-        self._sized = tuple(
-            group for group in parts.groups if not group.frames.are_page_ids and not group.room.is_shared
-        )
+        self._rooms = tuple(room for room in parts.rooms if not room.outer.frames.are_page_ids)
         self.plan = parts.plan
         self.is_released = False
-
-    @property
-    def goal(self) -> Sequence[int]:
-        """The frames of each group that were asked for."""
-        return (0,) * len(self.plan.groups) if self.is_released else self.plan.split
 
     @property
     def why_nothing_fits(self) -> str:
@@ -55,14 +41,13 @@ class Resizing:
 
     @property
     def reached(self) -> bool:
-        """Whether each group has the frames of the goal, and uses none beyond."""
-        pools = [(group.frames.allocator.ids, self.goal[group.index]) for group in self._sized]
-        return all(ids.limit <= goal and not ids.num_beyond for ids, goal in pools)
+        """Whether each room has the size that was asked for, and uses no frames beyond."""
+        return all(room.limit <= self._goal(room) and not room.ids.num_beyond for room in self._rooms)
 
     @property
     def is_shrinking(self) -> bool:
         """Whether requests wait because memory is released, or because what others hold of it leaves."""
-        return self.is_released or any(group.room.leaving for group in self._sized)
+        return self.is_released or any(room.leaving for room in self._rooms)
 
     @property
     def num_evicted(self) -> int:
@@ -72,16 +57,13 @@ class Resizing:
     @property
     def num_bytes(self) -> int:
         """Bytes of the device's pools now."""
-        plan = self._parts.plan
-        gone = (
-            (group.frames.num_frames - self.extent(group.index)) * plan.groups[group.index].layout.bytes_per_frame
-            for group in self._sized
-        )
-        return plan.pool_bytes - sum(gone)
+        return self._parts.plan.pool_bytes - sum(self.released().values())
 
-    def extent(self, group: int) -> int:
-        """The last frame of a group that has to have memory."""
-        return self._parts.groups[group].frames.allocator.ids.last_present
+    def released(self) -> dict[int, int]:
+        """How many bytes at the end of the memory no frame needs, by the group whose frames lie there."""
+        sizes = [group.layout.bytes_per_frame for group in self._parts.plan.groups]
+        outer = ((room.outer.index, room.ids) for room in self._rooms)
+        return {group: (ids.size - ids.last_present) * sizes[group] for group, ids in outer}
 
     def check(self, prompt: int, max_tokens: int) -> None:
         """Refuse a request that can never run at this size. Raises what `MemoryPlan.check_request` raises."""
@@ -105,47 +87,46 @@ class Resizing:
 
     def go_on(self, running: Sequence[RequestKV], ends: Sequence[int], promised: Sequence[int]) -> bool:
         """Go on towards the goal, as far as `running` requests allow, which will have `ends[i]` pages at their end, and
-        the `promised` frames of each group, which a request needs that was accepted before. No step may be in flight.
+        the `promised` units of each room, which a request needs that was accepted before. No step may be in flight.
         At most `MOVED_BYTES` of a group move. Returns whether it is reached but for that promise and for moves."""
-        rows = self._parts.rows.distinct(running)
+        rows, groups = self._parts.rows.distinct(running), self._parts.groups
         have = -(-self._parts.rows.num_allocated[rows] // self._parts.plan.page_size)
         reached = np.maximum(have, np.array(ends, dtype=np.int64))
-        least, reserved = [group.frames.limit for group in self._parts.groups], [0] * len(self.goal)
-        for group in self._sized:
-            index, ids = group.index, group.frames.allocator.ids
-            least[index] = min(ids.size, max(self.goal[index], promised[index]))
-            reserved[index] = int(group.remaining(rows, have, reached).sum())
-            if least[index] > ids.limit:
-                ids.resize(least[index])
-        self._evict(least, reserved)
-        for group in self._sized:
-            index, ids = group.index, group.frames.allocator.ids
-            limit = min(ids.limit, group.extent_for(least[index], reserved[index]))
-            if limit < ids.limit:
-                ids.resize(limit)
-            group.give_up_apart(ids.limit)
-            if ids.num_beyond and (fixed := self._fixed(index)) is not None:
-                self._retreat(index, fixed)
-            group.room.resized(ids.limit - least[index])
+        before = {room: room.limit for room in self._rooms}
+        for room, units in zip(self._parts.rooms, promised, strict=True):
+            if room in before:
+                room.asked = max(self._goal(room), room.limit_for(units))
+                room.resize(room.asked)
+        smaller = {room for room, limit in before.items() if room.limit < limit}
+        reserved = [int(group.remaining(rows, have, reached).sum()) * (group.room in smaller) for group in groups]
+        done = self._evict(before, reserved)
+        most = [max(1, MOVED_BYTES // group.layout.bytes_per_frame) for group in self._parts.plan.groups]
+        for room in self._rooms:
+            for move in room.inwards(most):
+                self._growth.move(move)
         self._growth.resized()
         self._parts.changed()
-        return all(group.frames.limit <= least[group.index] for group in self._sized)
+        return done
 
-    def _evict(self, least: Sequence[int], reserved: Sequence[int]) -> None:
-        """Evict until the groups can have `least` frames, with `reserved` ones for those that run; if that is too few,
-        until they have no more than these need."""
+    def _goal(self, room: Room) -> int:
+        return room.limit_for(0 if self.is_released else room.size_in(self.plan))
+
+    def _evict(self, before: Mapping[Room, int], reserved: Sequence[int]) -> bool:
+        """Evict until what is in use fits into the rooms, with `reserved` frames for those that run. Where that is too
+        little, a room has what is held needs, and at most what it had `before`. Returns whether it was not."""
+        done, groups = True, self._parts.groups
         for _ in range(2):
-            limits = [group.frames.limit for group in self._parts.groups]
-            wanted = [(now - n + more) * (now > n) for now, n, more in zip(limits, least, reserved, strict=True)]
             try:
-                self._growth.reclaim(wanted, _CAUSE)
-                return
+                self._growth.shrink(reserved, _CAUSE)
+                break
             except OutOfPages:
-                held = [group.num_held + more for group, more in zip(self._parts.groups, reserved, strict=True)]
-                least = [min(now, max(n, own)) for now, n, own in zip(limits, least, held, strict=True)]
+                held = [group.num_held + more for group, more in zip(groups, reserved, strict=True)]
+                done = done and all(room.lack(held, settled=True) <= 0 for room in self._rooms)
+                self._fit(before, held)
+        self._fit(before, [group.frames.num_used + more for group, more in zip(groups, reserved, strict=True)])
+        return done
 
-    def _retreat(self, group: int, fixed: Ids) -> None:
-        most = max(1, MOVED_BYTES // self._parts.plan.groups[group].layout.bytes_per_frame)
-        sources, targets = self._parts.groups[group].frames.allocator.ids.move_inwards(fixed, most)
-        if len(sources):
-            self._growth.move(Move(group, sources, targets))
+    def _fit(self, before: Mapping[Room, int], counts: Sequence[int]) -> None:
+        for room, most in before.items():
+            while (lack := room.lack(counts)) > 0 and room.limit < most:
+                room.resize(min(most, room.limit_for(room.total + lack)))

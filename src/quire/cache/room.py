@@ -1,4 +1,5 @@
-"""Room: what groups share, and whether more frames fit. Of most groups it is their own frames, of two an arena.
+"""Room: what groups share, how much of it there is, and whether more frames fit. Of most groups it is their own frames,
+of two an arena.
 
 What groups have free is never added: in an arena all of them would be promised the same bytes. One predicate counts
 all groups of a room together, and everything that asks for room asks it.
@@ -6,22 +7,30 @@ all groups of a room together, and everything that asks for room asks it.
     sum over groups of stride * max(frames that stay + frames wanted, places below frames that must not move)  <=  total
 
 Frames with wrong bytes, which are set apart, are holes: frames of both groups lie around them.
+
+The size of a room is a limit on the ids of its *outer* group, whose frames lie at the end of the memory:
+
+    frames  1 ... limit ... last        no outer frame beyond the limit is handed out
+            |-- in use, free --|-- released --|
+                               frames in use there move to free ones below, or stay until they are freed
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from quire.memory.allocator import Arena, GroupFrames, Move
+from quire.memory.allocator.id_pool import IdPool
+from quire.plan.budget import MemoryPlan
 from quire.prefix.reach import Reach
 from quire.spec.ids import Ids
 
 SPARED = 4
 """One part of an arena in so many is spared: docs/decisions/088-one-arena-from-two-ends.md."""
-Frames = Sequence[int]
+Frames = Sequence[int] | Mapping[int, int]
 """A number of frames for each group of a cache, by its index."""
 
 
@@ -32,6 +41,9 @@ class InRoom(Protocol):
     name: str
     reach: Reach
     room: Room
+    quarantined: list[int]
+
+    def use_again(self, frame: int) -> None: ...
 
     @property
     def frames(self) -> GroupFrames[Any]: ...
@@ -44,17 +56,21 @@ class InRoom(Protocol):
 
 
 class Room:
-    """The room of `groups`: `total` units, of which a frame of each takes its stride. In this class one group has
-    frames of its own, and none of them moves."""
+    """The room of `groups`: `total` units, of which a frame of each takes its stride. `fixed` says which frames of a
+    group must not move now, None: all of them. In this class one group has frames of its own, which move only if the
+    room gets smaller."""
 
     is_shared = False
 
-    def __init__(self, groups: Sequence[InRoom], strides: Sequence[int], total: int) -> None:
+    def __init__(
+        self, groups: Sequence[InRoom], strides: Sequence[int], total: int, fixed: Callable[[int], Ids | None]
+    ) -> None:
         self.groups = tuple(groups)
         self.strides = tuple(strides)
-        self.total = total
-        self.leaving = 0
-        """Units that are to leave: those that run may use them, and nothing new is promised them."""
+        self.total = self._most = total
+        self._fixed = fixed
+        self.outer, self._step = self.groups[0], self.strides[0]
+        self.limit = self.asked = self.ids.limit
         self.spared = 0
         """Units that no request is promised while others run: they are left to what is cached."""
         self.indices = tuple(group.index for group in groups)
@@ -70,44 +86,71 @@ class Room:
             taken += stride * (places if settled else max(places, self._least(group)))
         return taken - self.total
 
-    def obtainable(self, group: InRoom, others: int = 0) -> int:
-        """Frames that a group can have if all that can be evicted is, and its neighbours get so many each."""
-        left, own = self.total, 1
-        for each, stride in zip(self.groups, self.strides, strict=True):
-            if each is group:
-                own = stride
-            else:
-                left -= stride * max(self._places(each, each.num_held + others), self._least(each))
-        return self._frames(group, left // own) - group.num_held
+    def short_of(self, group: InRoom, wanted: int, others: int = 0) -> int:
+        """How many of `wanted` frames a group lacks if all that can be evicted is, and its neighbours get `others`
+        each; at most 0: none."""
+        counts = {each.index: each.num_held + (wanted if each is group else others) for each in self.groups}
+        return -(-self.lack(counts) // self.strides[self.groups.index(group)])
 
     def has(self, wanted: Frames) -> bool:
         """Whether the groups can allocate so many frames more, and nothing is evicted or moved for it."""
         return all(wanted[group.index] <= group.num_free for group in self.groups)
 
-    def resized(self, leaving: int) -> None:
-        """The group has other frames, of which so many are to leave."""
-        self.total, self.leaving = self.groups[0].frames.limit, leaving
+    # -- the size
+
+    @property
+    def ids(self) -> IdPool:
+        """Those of the outer group. Their limit is that of the room, from `inwards` on."""
+        found: IdPool = self.outer.frames.allocator.ids
+        return found
+
+    @property
+    def leaving(self) -> int:
+        """Units that are to leave: those that run may use them, and nothing new is promised them."""
+        return (self.limit - self.asked) * self._step
+
+    def size_in(self, plan: MemoryPlan) -> int:
+        """The units that this room has in a plan."""
+        return plan.split[self.outer.index]
+
+    def limit_for(self, units: int) -> int:
+        """The limit of the outer group for so many units, or a few more, since whole frames leave."""
+        return self.ids.size - max(0, self._most - units) // self._step
+
+    def resize(self, limit: int) -> None:
+        """Have this limit, as long as the one that is `asked` for is too low."""
+        self.limit = limit
+        self.total = self._most - (self.ids.size - limit) * self._step
+
+    def last_of(self, group: InRoom, limit: int) -> int:
+        """The last frame of a group in the memory of so many outer frames."""
+        return limit
+
+    def inwards(self, most: Frames) -> Iterator[Move]:
+        """What has to move for the limit, at most so many frames of each group. Each is moved before the next is asked
+        for. Frames beyond that were set apart leave with their memory."""
+        yield from self._retreats(most)
+        if self.limit != self.ids.limit:
+            self.ids.resize(self.limit)
+        for group in self.groups:
+            last = self.last_of(group, self.limit)
+            for frame in [each for each in group.quarantined if each > last]:
+                group.use_again(frame)
+        at = self.outer.index
+        if self.ids.num_beyond and (fixed := self._fixed(at)) is not None:
+            yield Move(at, *self.ids.inwards(fixed, most[at]))
+
+    def _retreats(self, most: Frames) -> Iterator[Move]:
+        """What moves first, and may raise the limit."""
+        yield from ()
 
     def make_way(self, wanted: Frames) -> Move | None:
-        """What has to be copied so that groups get what they want, which fits. Changes nothing; `done` follows."""
+        """What has to move so that groups get what they want, which fits. Changes nothing."""
         return None
 
-    def done(self, move: Move) -> None:
-        """These frames have been copied."""
-
-    def set_apart(self, group: InRoom, frame: int) -> None:
-        """A frame in use has wrong bytes: none has these until `use_again`."""
-
-    def use_again(self, group: InRoom, frame: int) -> None:
-        """A frame that was set apart is about to be freed."""
-
     def _places(self, group: InRoom, count: int) -> int:
-        """The places that so many frames of a group take."""
-        return count
-
-    def _frames(self, group: InRoom, places: int) -> int:
-        """Frames at so many places."""
-        return places
+        """The places that so many frames of a group take. Those that were set apart beyond the limit will leave."""
+        return count - sum(each > self.limit for each in group.quarantined)
 
     def _least(self, group: InRoom) -> int:
         """The places that a group takes at least."""
@@ -115,56 +158,55 @@ class Room:
 
 
 class SharedRoom(Room):
-    """The room of an arena. `fixed` says which frames of a group must not move now, None: all of them. If it `caches`,
-    a part of it is spared: requests that run fill whatever they get, and then compute what was cached before."""
+    """The room of an arena. If it `caches`, a part of it is spared: requests that run fill whatever they get, and then
+    compute what was cached before."""
 
     is_shared = True
 
     def __init__(
         self, groups: Sequence[InRoom], arena: Arena, fixed: Callable[[int], Ids | None], *, caches: bool
     ) -> None:
-        super().__init__(groups, arena.layout.strides, arena.layout.room)
-        self.spared = self.total // SPARED if caches else 0
-        self.arena = arena
-        self._fixed = fixed
+        super().__init__(groups, arena.layout.strides, arena.layout.room, fixed)
+        self.arena, self._caches = arena, caches
+        self.outer, self._step = self.groups[arena.layout.upper], self.strides[arena.layout.upper]
+        self.asked = self.ids.limit
+        self.resize(self.asked)
+
+    def size_in(self, plan: MemoryPlan) -> int:
+        assert plan.arena is not None
+        return plan.arena.room
+
+    def resize(self, limit: int) -> None:
+        super().resize(limit)
+        self.ids.resize(limit)
+        self.spared = self.total // SPARED if self._caches else 0
+
+    def last_of(self, group: InRoom, limit: int) -> int:
+        return limit if group is self.outer else self.arena.layout.most(group.index, self.ids.size - limit)
+
+    def _retreats(self, most: Frames) -> Iterator[Move]:
+        """The limit stays where frames still lie in the way."""
+        nothing = [0] * len(self.groups)
+        for group in self.groups:
+            if (fixed := self._fixed(group.index)) is not None:
+                yield self.arena.retreat(group.index, nothing, fixed, most[group.index])
+        while (lack := self.arena.lack(self.arena.extents_with(nothing))) > 0:
+            self.resize(self.limit_for(self.total + lack))
 
     def has(self, wanted: Frames) -> bool:
         return self.arena.lack(self.arena.extents_with([wanted[group.index] for group in self.groups])) <= 0
 
     def make_way(self, wanted: Frames) -> Move | None:
         move = self.arena.make_way([wanted[group.index] for group in self.groups])
-        if move is None:
-            return None
-        fixed = self._fixed(move.group)
-        assert fixed is not None and not np.isin(move.sources, fixed).any(), "a frame was moved that must stay"
+        if move is not None:
+            fixed = self._fixed(move.group)
+            assert fixed is not None and not np.isin(move.sources, fixed).any(), "a frame was moved that must stay"
         return move
-
-    def done(self, move: Move) -> None:
-        self.arena.done(move)
-
-    def set_apart(self, group: InRoom, frame: int) -> None:
-        self.arena.set_apart(group.index, frame)
-
-    def use_again(self, group: InRoom, frame: int) -> None:
-        self.arena.use_again(group.index, frame)
 
     def _places(self, group: InRoom, count: int) -> int:
         pool = self.arena.pools[group.index]
-        return pool.places_for(max(0, count - pool.num_apart))
-
-    def _frames(self, group: InRoom, places: int) -> int:
-        pool = self.arena.pools[group.index]
-        return pool.ids_in(max(0, places)) + pool.num_apart
+        return pool.places_for(max(0, count - pool.num_apart)) - pool.num_closed
 
     def _least(self, group: InRoom) -> int:
         pool, fixed = self.arena.pools[group.index], self._fixed(group.index)
-        return pool.extent if fixed is None else pool.places_of(fixed)
-
-
-def rooms_of(
-    groups: Sequence[InRoom], arena: Arena | None, fixed: Callable[[int], Ids | None], *, caches: bool
-) -> list[Room]:
-    """The rooms of a cache: one arena of all its groups, or one for each."""
-    if arena is not None:
-        return [SharedRoom(groups, arena, fixed, caches=caches)]
-    return [Room([group], [1], group.frames.num_frames) for group in groups]
+        return max(0, (pool.extent if fixed is None else pool.places_of(fixed)) - pool.num_closed)

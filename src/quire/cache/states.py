@@ -118,7 +118,7 @@ class StateGroup(GroupBase):
         wanted = len(missing) * (1 + self._num_drafts)
         if not wanted:
             return 0
-        short = wanted - self.room.obtainable(self, num_new)
+        short = self.room.short_of(self, wanted, num_new)
         return wanted - (min(short, len(self._takeable(missing))) if short > 0 else 0)
 
     def wishes(self, kvs: Sequence[RequestKV], rows: Rows, ends: Lengths | None) -> int:
@@ -395,7 +395,7 @@ class StateGroup(GroupBase):
     def _spare(self, row: int, rank: Rank) -> int:
         """A free frame that no request will need, for a resume point of a row of this rank; 0 if there is none."""
         still_to_come = int(np.count_nonzero(self._frame == 0)) * (1 + self._num_drafts)
-        if self.room.obtainable(self) <= still_to_come:
+        if self.room.short_of(self, still_to_come + 1) > 0:
             return 0
         if self.may_keep is not None:
             if not self.may_keep(self.index, row, rank):

@@ -49,9 +49,9 @@ class TenantAdmission(Admission):
         most = self._tenants.most_pages(namespace) * plan.tokens_per_page + 1 - beyond
         return max(0, min(plan.largest_request, most))
 
-    def frames_for(self, requests: Sequence[tuple[Namespace, int]]) -> list[int]:
-        needs = [self._tenants.frames_for(*each) for each in set(requests)]
-        return [max(each) for each in zip(*needs, strict=True)] or [0] * len(self._groups)
+    def units_for(self, requests: Sequence[tuple[Namespace, int]]) -> list[int]:
+        needs = [self._tenants.units_for(*each) for each in set(requests)]
+        return [max(each) for each in zip(*needs, strict=True)] or [0] * len(self._rooms)
 
     def _claims_by_tenant(self, claim: Claim) -> Lengths:
         """Frames that become held, by group and tenant, and page ids in the last line: what `_claims` reserves for

@@ -25,23 +25,23 @@ class TenantGrowth(Growth):
         self._claims: Lengths = np.zeros((0, 0), dtype=np.int64)  # frames that are asked for, by group and tenant
         self._all_end = False  # what any tenant keeps may end
 
-    def reclaim(self, wanted: Sequence[int], cause: str, pages: Sequence[Ids] = ()) -> None:
-        """As `Growth.reclaim`. Without `pages` no tenant asks: what each has above its floor goes first, and what
-        sessions and retentions keep below it only where that is not enough."""
-        of = pages or [NO_PAGES] * len(self._parts.groups)
-        self._claims = self._tenants.pages_by([*of, of[0]])
+    def reclaim(self, wanted: Sequence[int], cause: str, pages: Sequence[Ids]) -> None:
+        self._claims = self._tenants.pages_by([*pages, pages[0]])
+        super().reclaim(wanted, cause, pages)
+
+    def shrink(self, reserved: Sequence[int], cause: str) -> None:
+        """As `Growth.shrink`. No tenant asks: what each has above its floor goes first, and what sessions and
+        retentions keep below it only where that is not enough."""
+        self._claims = self._tenants.pages_by([NO_PAGES] * (len(self._parts.groups) + 1))
         try:
-            super().reclaim(wanted, cause, pages)
+            super().shrink(reserved, cause)
         except OutOfPages:
-            if pages:
-                raise
             self._all_end = True
             try:
-                super().reclaim(wanted, cause)
+                super().shrink(reserved, cause)
             finally:
                 self._all_end = False
-        if not pages:
-            super()._evict(wanted, 0, cause)
+        super()._evict(reserved, 0, cause)
 
     def _grow(self, kvs: Batch, rows: Rows, num_new: int, longer: Rows, before: Lengths, after: Lengths) -> None:
         starts, ends = -(-before // self._size), -(-after // self._size)

@@ -56,7 +56,7 @@ class Account:
         """Its units now, or those that it has when a change of its size has ended, which `plan` is the goal of."""
         if self.room is None:
             return plan.num_pages
-        return self.room.total if now or self.room.is_shared else plan.split[self.room.indices[0]]
+        return self.room.total if now else self.room.size_in(plan)
 
 
 class Tenants(TenantShares):
@@ -222,8 +222,8 @@ class Tenants(TenantShares):
         """The size becomes that of this plan."""
         self._plan = plan
 
-    def frames_for(self, namespace: Namespace, num_pages: int) -> list[int]:
-        """Frames that each group must have in all, so that a request of so many pages fits within its limits."""
+    def units_for(self, namespace: Namespace, num_pages: int) -> list[int]:
+        """Units that each room must have in all, so that a request of so many pages fits within its limits."""
         tenant, (floors, _) = self.number(namespace), self.limits()
         others = [each for at, each in enumerate(self.terms) if at != tenant]
         ceiling, shares = self.terms[tenant].ceiling, sum(each.floor.share for each in others if not each.floor.bytes)
@@ -231,12 +231,8 @@ class Tenants(TenantShares):
         needs = self._strides @ np.array([*(g.needs(num_pages, 0) + g.reach.in_place for g in self._groups), num_pages])
         part = 1.0 if ceiling is None or ceiling.bytes else max(ceiling.share, 1e-9)
         least = np.ceil(np.maximum(needs / part, (needs + sizes) / max(1 - shares, 1e-9)))
-        found = [int(each.total(self._plan, now=True)) for each in self._accounts]
-        return [
-            min(found[at], int(least[at])) // int(self._strides[at, index])
-            for index in range(len(self._groups))
-            for at in [next(at for at, each in enumerate(self._accounts) if each.strides[index])]
-        ]
+        rooms = zip([each.room for each in self._accounts], least.tolist(), strict=True)
+        return [min(room.total, int(units)) for room, units in rooms if room is not None]
 
     def by_tenant(self, rows: Rows, amounts: Lengths) -> Lengths:
         """The sums of `amounts[i]` of each row, by tenant."""

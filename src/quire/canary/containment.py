@@ -91,7 +91,7 @@ class Containment:
         """Use a quarantined frame again, because a request fits in no other way. False if there is none."""
         for group in self._parts.groups:
             if group.quarantined:
-                group.use_again()
+                group.use_again(group.quarantined[0])
                 self._parts.changed()
                 return True
         return False
@@ -123,4 +123,4 @@ class Containment:
         group.set_apart(frame)
         most = max(1, group.num_frames // QUARANTINE_SHARE)
         if len(group.quarantined) > most:
-            group.use_again()
+            group.use_again(group.quarantined[0])

@@ -416,15 +416,6 @@ class EngineConfig(RoleFields, StorageFields, CacheFields, StepFields, RankField
         return self
 
     @model_validator(mode="after")
-    def _arenas_are_alone(self) -> EngineConfig:
-        if self.arena and self.role is not None:
-            raise RefusedCombination(
-                "frames of an arena move, and this was not tried yet while other engines read and write pages.",
-                fix="leave --arena or --role out.",
-            )
-        return self
-
-    @model_validator(mode="after")
     def _drafts_follow_tokens(self) -> EngineConfig:
         if self.overlap and not self.may_overlap:
             raise RefusedCombination(

@@ -49,7 +49,6 @@ class ElasticMemory(ResizingPart):
         whole = engine.plan
         self._engine = engine
         self._whole = engine.capacity
-        self._pools = [(at, pool) for at, pool in enumerate(engine.pools) if not pool.on_host]
         self._most = self._asked = engine.config.kv_memory or whole.pool_bytes
         self._least = engine.config.kv_memory_least or self._most
         self._num_bytes = whole.pool_bytes
@@ -146,10 +145,10 @@ class ElasticMemory(ResizingPart):
     def _resized(self) -> None:
         """Give back what no frame needs, and have the system provide what frames need again."""
         before, self._num_bytes = self._num_bytes, self._resizing.num_bytes
-        for group, pool in self._pools:
-            num_bytes = (self._resizing.extent(group) + 1) * pool.layout.bytes_per_frame
-            if pool.backing.can_shrink and num_bytes != pool.backing.num_bytes:
-                pool.backing.resize(num_bytes)
+        for group, gone in self._resizing.released().items():
+            backing = self._engine.pools[group].backing
+            if backing.can_shrink and (num_bytes := len(backing.tensor) - gone) != backing.num_bytes:
+                backing.resize(num_bytes)
         self._host.go_on()
         if self._num_bytes > before:
             threading.Thread(target=self._engine.populate, name="quire-populate", daemon=True).start()
@@ -222,8 +221,6 @@ def memory_parts(engine: EngineCore) -> Iterator[Part]:
 
 def why_fixed(engine: EngineCore) -> str:
     """Why the KV memory of an engine is of fixed size; "" if it is not."""
-    if engine.plan.arena is not None:
-        return "groups of an arena share their bytes, whose size is fixed."
     return next((pool.backing.why_fixed for pool in engine.pools if not pool.on_host and pool.backing.why_fixed), "")
 
 

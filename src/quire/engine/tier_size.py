@@ -55,9 +55,9 @@ class HostMemorySize:
         """Go on towards that size, and give back what no frame needs."""
         if self._resizing is None or self._pool is None or self._resizing.reached:
             return
-        self._resizing.go_on(self._resizing.goal)
-        for group in range(len(self._plan.groups)):
-            self._pool.keep(group, self._resizing.extent(group))
+        self._resizing.go_on()
+        for group, last in enumerate(self._resizing.extents):
+            self._pool.keep(group, last)
 
     def size(self) -> MemorySize | None:
         """The size now; None without host memory."""
@@ -66,6 +66,6 @@ class HostMemorySize:
         if self._resizing is None:
             return MemorySize(asked=self._most, reached=self._most, least=self._most, most=self._most)
         groups = self._plan.groups
-        reached = records_bytes(groups, [self._resizing.extent(group) for group in range(len(groups))])
+        reached = records_bytes(groups, self._resizing.extents)
         least = records_bytes(groups, [1] * len(groups))
         return MemorySize(asked=self._asked, reached=reached, least=least, most=self._most)

@@ -72,7 +72,7 @@ class ResizingPart(Part):
         loop.drain()
         most = {each: pages_of(each.num_prompt_tokens + each.max_tokens) for each in scheduler.requests}
         ends = [] if resizing.is_released else [(request.namespace, end) for request, end in most.items()]
-        promised = self._cache.admission.frames_for(ends)
+        promised = self._cache.admission.units_for(ends)
         while True:
             running = {each.kv: end * (not self._preempts) for each, end in most.items() if each.kv is not None}
             done = resizing.go_on(list(running), list(running.values()), promised)

@@ -123,12 +123,6 @@ class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
         while len(self.quarantined) > self.max_quarantined:
             self.free_frames(np.array([self.quarantined.popleft()], dtype=np.int32))
 
-    def give_up_apart(self, limit: int) -> None:
-        """Quarantined frames beyond the `limit` leave with their memory."""
-        for frame in [each for each in self.quarantined if each > limit]:
-            self.quarantined.remove(frame)
-            self.free_frames(np.array([frame], dtype=np.int32))
-
     @property
     def reads(self) -> Collection[int]:
         """Frames that transfers read."""

@@ -31,28 +31,28 @@ class HostResizing:
         pools = [(host.allocator.ids, self.goal[host.index]) for host in self._tiers.hosts]
         return all(ids.limit == goal and not ids.num_beyond for ids, goal in pools)
 
-    def extent(self, group: int) -> int:
-        """The last frame of a group that has to have memory."""
-        return self._tiers.hosts[group].allocator.ids.last_present
+    @property
+    def extents(self) -> list[int]:
+        """The last frame of each group that has to have memory."""
+        return [host.allocator.ids.last_present for host in self._tiers.hosts]
 
-    def go_on(self, goal: Sequence[int]) -> None:
-        """Go on towards so many frames of each group. At most `MOVED_BYTES` of a group move."""
-        self.goal = tuple(goal)
+    def go_on(self) -> None:
+        """Go on towards the goal. At most `MOVED_BYTES` of a group move."""
         for host in self._tiers.hosts:
             ids, wanted = host.allocator.ids, self.goal[host.index]
-            if wanted > ids.limit:
-                ids.resize(wanted)
-                continue
             used = ids.size + 1
             while wanted < ids.num_used < used:  # until nothing more can leave
                 used = ids.num_used
                 self._tiers.host_room(host, host.num_free + used - wanted)
             ids.resize(wanted)
-            host.give_up_apart(wanted)
+            for frame in [each for each in host.quarantined if each > wanted]:  # they leave with their memory
+                host.quarantined.remove(frame)
+                host.free_frames(np.array([frame], dtype=np.int32))
             most = max(1, MOVED_BYTES // host.record_bytes)
-            sources, targets = ids.move_inwards(self._fixed(host), most)
+            sources, targets = ids.inwards(self._fixed(host), most)
             if len(sources):
                 self._move(host.index, sources, targets)
+                ids.moved(sources, targets)
                 host.table.rebind(sources, targets)
                 self.num_moved += len(sources)
 

@@ -255,13 +255,15 @@ def size_within(plan: Plan, num_bytes: int) -> MemoryPlan:
             f"{format_bytes(least.pool_bytes)} ({pools}), each with a padding frame.",
             fix=f"give at least {round_up_bytes(least.pool_bytes)}.",
         )
-    return _sized(plan, found * step)
+    return _sized(plan, found * step, num_bytes)
 
 
-def _sized(plan: Plan, tokens: int) -> MemoryPlan:
+def _sized(plan: Plan, tokens: int, num_bytes: int = 0) -> MemoryPlan:
+    """Pools for so many tokens, or an arena of `num_bytes`, which have room for them, if the plan has one."""
     solve, whole = plan.configurator.calculate_pool_sizes_from_max_tokens, plan.memory
     config = solve(tokens, plan.page_size, available_bytes=plan.kv_bytes)
-    found = replace(plan, config=config, stages=(config,)).split
+    sized = replace(plan, config=config, stages=(config,), kv_bytes=num_bytes)
+    found = sized.memory if num_bytes else sized.split
     frames = [min(pair) for pair in zip(found.frames, whole.frames, strict=True)]
     for index in whole.groups_on_host:
         frames[index] = whole.frames[index]

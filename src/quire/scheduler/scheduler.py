@@ -450,6 +450,9 @@ class Scheduler:
                 self._cache.sessions.give_up(request.turn)
                 hit, num_held = match(request), 0
                 self._lacks_room = not self._fits(request, hit)
+            if self._lacks_room and not self.num_running and hit.num_pages:  # what it begins on takes room too
+                hit = self._cache.match(request.tokens, request.namespace, most_tokens=0)
+                self._lacks_room = not self._fits(request, hit)
             if not self._lacks_room:
                 try:
                     self._begin(next_step, request, hit, left, num_held)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, InstanceOf, field_validator, model_validator
 
-from quire.errors import InvalidInput, RefusedCombination
+from quire.errors import InvalidInput
 from quire.settings.setting import Bytes, Settings, Tokens, setting
 from quire.spec.hisparse import HiSparseConfig
 from quire.spec.speculation import SpeculativeConfig
@@ -140,8 +140,7 @@ class ArenaFields(Settings):
 
     arena: bool = setting(
         False,
-        "Windows, chunks or states share their bytes with pages of full attention, and frames move while requests run. "
-        "Not with --role.",
+        "Windows, chunks or states share their bytes with pages of full attention, and frames move while requests run.",
     )
 
 
@@ -215,11 +214,6 @@ class PoolFields(ArenaFields, HiSparseFields, BatchFields):
         least, most = self.kv_memory_least, self.kv_memory
         if least is not None and (most is None or least > most):
             raise InvalidInput("kv_memory: the least is more than the most.", fix="write 8GiB..24GiB, the least first.")
-        if least is not None and self.arena:
-            raise RefusedCombination(
-                "groups of an arena share their bytes, whose size is fixed, and kv_memory has two.",
-                fix="give one size, or leave --arena out.",
-            )
         return self
 
     @field_validator("kv_memory", mode="before")

@@ -87,7 +87,7 @@ def build_pools(
         )
         assert sum(pool.num_bytes for pool in pools) == plan.pool_bytes, "pools of other sizes than planned"
         return pools
-    shared = backing_of(arena.budget, device, touched=False)
+    shared = backing_of(arena.budget, device, touched=False, shrinks=shrinks)
     rows = (
         shared.tensor.as_strided((plan.frames_of(index) + 1, stride), (stride, 1), arena.origin(index))
         for index, stride in enumerate(arena.strides)

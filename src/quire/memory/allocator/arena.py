@@ -3,11 +3,13 @@
 Each group takes the free ids nearest to its own end, so frames of the two meet nowhere but in the gap between. Where
 the gap is too small for a group and the other has free ids further in, the other retreats: its outermost frames get
 ids further in, and their owner copies the bytes. A frame that must not be used again is a *hole* in the places of both
-groups: each takes those around it.
+groups: each takes those around it. The limit of the upper ids is the size of the arena: the memory beyond can be given
+back.
 """
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +26,7 @@ _SCANNED = 512  # places looked at together
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Frames of a group that get other ids, in order; `sources` ascend. All `targets` are free until `Arena.done`."""
+    """Frames of a group that get other ids, in order; `sources` ascend. All `targets` are free until `moved`."""
 
     group: int
     sources: Ids
@@ -33,8 +35,9 @@ class Move:
 
 class EndPool(IdPool):
     """The ids of one group of an arena. A *place* is the distance from the group's end, from 0 on; a free id with the
-    lowest place is allocated first. No place beyond the `extent` is in use, but for holes. An allocation costs O(ids)
-    and a look at the places between the first free one and the last that it takes."""
+    lowest place is allocated first, but for the first `num_closed` places, whose ids are beyond the limit. No place
+    beyond the `extent` is in use, but for holes. An allocation costs O(ids) and a look at the places between the first
+    free one and the last that it takes."""
 
     def __init__(self, arena: Arena, group: int, *, name: str) -> None:
         self._arena = arena
@@ -55,7 +58,7 @@ class EndPool(IdPool):
 
     @property
     def num_free(self) -> int:
-        """Ids that can be allocated as the other group lies, free ones and the gap."""
+        """Ids that can be allocated as the other group lies, free ones and the gap, beside those beyond the limit."""
         return max(0, self.ids_in(self._arena.reach_of(self._at)) - self.num_live)
 
     @property
@@ -63,17 +66,32 @@ class EndPool(IdPool):
         """Ids in use that are no holes."""
         return self._num_used - self.num_apart
 
+    @property
+    def num_closed(self) -> int:
+        """The first places, which are not used."""
+        return self.size - self.limit
+
+    @property
+    def num_beyond(self) -> int:
+        return int(np.count_nonzero(self._used[: self.num_closed]))
+
+    @property
+    def num_withdrawn(self) -> int:
+        return self.num_closed - self.num_beyond
+
     def places_for(self, count: int) -> int:
-        """The places that so many ids take, and the holes among them."""
+        """The first places of which so many are open, and no holes."""
+        count += self.num_closed
         for hole in self._holes:
             if hole >= count:
                 break
-            count += 1
+            count += hole >= self.num_closed
         return count
 
     def ids_in(self, places: int) -> int:
-        """Ids at so many places, without holes."""
-        return places - bisect_left(self._holes, places)
+        """Ids at so many places, without holes and closed ones."""
+        holes, closed = self._holes, self.num_closed
+        return places - closed - bisect_left(holes, places) + bisect_left(holes, closed)
 
     @property
     def num_used(self) -> int:
@@ -88,12 +106,24 @@ class EndPool(IdPool):
     def put(self, ids: Ids) -> None:
         self._vacate(self._places(ids))
 
-    def retreat(self, limit: int) -> tuple[Ids, Ids]:
-        """The ids in use at places from `limit` on, ascending, and free ones before it, of which there are enough."""
-        sources = limit + np.flatnonzero(self._used[limit : self.extent] & (self._over[limit : self.extent] == 0))
+    def resize(self, limit: int) -> None:
+        assert self.size - len(self._used) <= limit <= self.size, "a limit outside the arena"
+        self.limit, self._first_free = limit, 0
+
+    def retreat(self, places: int, fixed: IdArray | Sequence[int], most: int) -> tuple[Ids, Ids]:
+        """The ids in use after so many places, at most `most` of them, the outermost, but those in `fixed`; and free
+        ones before, of which there are enough. Both ascend."""
+        found = places + np.flatnonzero(self._used[places : self.extent] & (self._over[places : self.extent] == 0))
+        sources = found[~np.isin(self._places(found), fixed)][-most:]
         targets = self._nearest(len(sources))
-        assert not len(targets) or int(targets[-1]) < limit, "a retreat beyond its limit"
+        assert not len(targets) or int(targets[-1]) < places, "a retreat beyond its limit"
         return self._ids(sources), self._ids(targets)
+
+    def set_apart(self, at: int) -> None:
+        self._arena.change_hole(self._at, at, 1)
+
+    def use_again(self, at: int) -> None:
+        self._arena.change_hole(self._at, at, -1)
 
     def moved(self, sources: Ids, targets: Ids) -> None:
         """Ids `targets`, which were free, are allocated instead of `sources`."""
@@ -103,6 +133,9 @@ class EndPool(IdPool):
         self._first_free = first
         self._vacate(self._places(sources))
         self._out[sources], self._out[targets] = False, True
+
+    def _next_free(self, most: int) -> Ids:
+        return self._ids(self._nearest(most))  # ids in use fit below the limit
 
     def set_over(self, ids: IdArray, change: int) -> None:
         """One hole more, or one less, has bytes of each of these ids."""
@@ -129,7 +162,7 @@ class EndPool(IdPool):
     def _nearest(self, count: int) -> IdArray:
         """The lowest free places, ascending."""
         found: list[IdArray] = []
-        at, left = self._first_free, count
+        at, left = max(self._first_free, self.num_closed), count
         while left > 0 and at < self.extent:
             stop = min(at + max(_SCANNED, 2 * left), self.extent)
             some = at + np.flatnonzero(~self._used[at:stop] & (self._over[at:stop] == 0))[:left]
@@ -179,7 +212,8 @@ class Arena:
 
     def reach_of(self, group: int) -> int:
         """Places that a group may use as the other lies."""
-        return self.layout.most(group, self.pools[1 - group].extent)
+        other = self.pools[1 - group]
+        return self.layout.most(group, max(other.extent, other.places_for(other.num_live)))
 
     def lack(self, counts: Sequence[int]) -> int:
         """Bytes that so many places of each group need beyond what there is; at most 0: they fit."""
@@ -192,33 +226,26 @@ class Arena:
             max(each.extent, each.places_for(each.num_live + n)) for each, n in zip(self.pools, wanted, strict=True)
         ]
 
-    def set_apart(self, group: int, at: int) -> None:
-        """An allocated id of a group is a hole from now on."""
-        self.pools[group].num_apart += 1
-        self._change_hole(group, at, 1)
-
-    def use_again(self, group: int, at: int) -> None:
-        """An id that was set apart is allocated as any other, until its owner frees it."""
-        self.pools[group].num_apart -= 1
-        self._change_hole(group, at, -1)
-
-    def _change_hole(self, group: int, at: int, change: int) -> None:
+    def change_hole(self, group: int, at: int, change: int) -> None:
+        """An allocated id of a group is a hole from now on, or no more."""
+        self.pools[group].num_apart += change
         self.pools[group].set_over(np.array([at]), change)
         under = self.layout.under(group, at)
         self.pools[1 - group].set_over(np.arange(under.start, under.stop), change)
 
     def make_way(self, wanted: Sequence[int]) -> Move | None:
-        """What has to move for so many ids of each group to be allocated: one of them retreats, no further than
-        necessary. Changes nothing; `done` follows the copies. The caller knows that they fit beside what must not move.
-        As both lie their ids fit, so at most one of them has free places that it does not want."""
-        extents = self.extents_with(wanted)
-        lack = self.lack(extents)
-        if lack <= 0:
-            return None
-        at = int(self.pools[1].extent > self.pools[1].places_for(self.pools[1].num_live + wanted[1]))
-        sources, targets = self.pools[at].retreat(extents[at] - -(-lack // self.layout.strides[at]))
-        return Move(at, sources, targets) if len(sources) else None
+        """What has to move for so many ids of each group to be allocated. Changes nothing; `moved` follows the copies.
+        The caller knows that they fit beside what must not move. As both lie their ids fit, so at most one of them has
+        free places that it does not want."""
+        moves = (self.retreat(group, wanted) for group in (0, 1))
+        return next((move for move in moves if len(move.sources)), None)
 
-    def done(self, move: Move) -> None:
-        """Frames have been copied: `targets` are allocated instead of `sources`."""
-        self.pools[move.group].moved(move.sources, move.targets)
+    def retreat(
+        self, group: int, wanted: Sequence[int], fixed: IdArray | Sequence[int] = (), most: int = sys.maxsize
+    ) -> Move:
+        """What of a group has to move, no further than necessary and than it can, for so many ids of each group to be
+        allocated: at most `most` of its frames, and none that is `fixed`."""
+        pool, extents = self.pools[group], self.extents_with(wanted)
+        needed = pool.places_for(pool.num_live + wanted[group])
+        by = max(0, -(-self.lack(extents) // self.layout.strides[group]))
+        return Move(group, *pool.retreat(max(needed, extents[group] - by), fixed, most))

@@ -40,11 +40,6 @@ class GroupFrames(Generic[A]):
         """The largest id that a frame may ever have: the most frames, but in an arena."""
 
     @property
-    def limit(self) -> int:
-        """The largest id that is handed out now: less than `num_frames` while the memory is smaller."""
-        return self.allocator.ids.limit
-
-    @property
     def num_free(self) -> int:
         """Frames that are free now, without those set aside for a batch."""
         return self.allocator.ids.num_free

@@ -20,8 +20,8 @@ class IdPool:
         free --set_aside--> aside --mark_out--> out --take_back--> aside --put--> free
         free <--resize--> withdrawn <--put-- aside, of an id beyond the limit
 
-    Ids beyond the `limit` are not handed out. Those that are out stay so until they are freed, or `move_inwards`. Free
-    ids are in a ring; every operation costs O(ids moved), but `resize` and `move_inwards`, which cost O(size).
+    Ids beyond the `limit` are not handed out. Those that are out stay so until they are freed, or `moved`. Free ids are
+    in a ring; every operation costs O(ids moved), but `resize`, `inwards` and `moved`, which cost O(size).
     """
 
     def __init__(self, size: int, reuse: Reuse, *, group: str, noun: str = "page") -> None:
@@ -66,13 +66,7 @@ class IdPool:
     @property
     def last_present(self) -> int:
         """The last id that can be handed out or is allocated. O(1) if none beyond the limit is in use, else O(size)."""
-        return max(self.limit, self.last_used) if self.num_beyond else self.limit
-
-    @property
-    def last_used(self) -> int:
-        """The largest id that is allocated; 0 if none is. O(size)."""
-        used = np.flatnonzero(self._out)
-        return int(used[-1]) if len(used) else 0
+        return int(np.flatnonzero(self._out).max(initial=self.limit)) if self.num_beyond else self.limit
 
     def is_out(self, ids: Ids | slice) -> Bools:
         """Per id: whether it is allocated; a copy."""
@@ -161,21 +155,30 @@ class IdPool:
         self._withdrawn = ids[ids > limit]
         self._set_free(ids[: len(ids) - len(self._withdrawn)])
 
-    def move_inwards(self, fixed: IdArray, most: int) -> tuple[Ids, Ids]:
-        """Move at most `most` allocated ids beyond the limit to free ones, the outermost first, but those in `fixed`
-        and those for which none is free. Returns sources and targets, both ascending. The sources are not handed
-        out."""
+    def inwards(self, fixed: IdArray, most: int) -> tuple[Ids, Ids]:
+        """At most `most` allocated ids beyond the limit, the outermost, but those in `fixed` and those for which none
+        is free; and the free ones to which they can move. Both ascend. They have not changed until `moved`."""
         sources = self.limit + 1 + np.flatnonzero(self._out[self.limit + 1 :]).astype(np.int32)
         sources = sources[~np.isin(sources, fixed)]
-        self._order()
-        free = self._ring[: self._num_free].copy()
-        free.sort()
-        count = min(len(sources), len(free), most)
-        sources, targets = sources[len(sources) - count :], free[:count]
+        targets = self._next_free(min(len(sources), most))
+        return sources[len(sources) - len(targets) :], targets
+
+    def moved(self, sources: Ids, targets: Ids) -> None:
+        """Ids `targets`, which were free, are allocated instead of `sources`, which were beyond the limit."""
         self._out[sources], self._out[targets] = False, True
         self._withdrawn = np.concatenate((self._withdrawn, sources))
-        self._set_free(free[count:])
-        return sources, targets
+        self._set_free(np.setdiff1d(self._ring[: self._num_free], targets))
+
+    def set_apart(self, at: int) -> None:
+        """An allocated id has wrong bytes. In this class no other id has these."""
+
+    def use_again(self, at: int) -> None:
+        """An id that was set apart is allocated as any other, until its owner frees it."""
+
+    def _next_free(self, most: int) -> Ids:
+        """The lowest free ids, ascending, at most so many."""
+        self._order()
+        return self._ring[: min(most, self._num_free)].copy()
 
     def _set_free(self, ids: Ids) -> None:
         """These ids are free, and no others; all are in the ring, in this order."""
