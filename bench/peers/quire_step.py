@@ -265,6 +265,7 @@ def new_core(kind: str, page: int, *, tokens: int, context: int, running: int) -
         model=model.name,
         skip_tokenizer_init=True,
         device="cpu",
+        canary="off",  # the model writes nothing, so pages would differ from what the canary expects of them
         page_size=page,
         max_running_requests=max(running, EngineConfig.model_fields["max_running_requests"].default),
     )
