@@ -208,7 +208,7 @@ class ArenaMachine:
         pool, most = self.arena.pools[upper], choices.one_of((1, 3, 1000))
         least = self.last - len(pool._used)
         self.limit = self.last if choices.chance(60) else choices.between(least, self.last)
-        while not self._fits([max(at, n) for at, n in zip(self._fixed_extents(), self._places([0, 0]), strict=True)]):
+        while not self._fits(self._places([0, 0])):
             self.limit += 1
         pool.resize(self.limit)
         for group in (0, 1):

@@ -151,6 +151,7 @@ def moves_are_not_told(patch: Patch) -> None:
                 if group.index == move.group and len(move.sources):
                     group.frames.allocator.ids.moved(move.sources, move.targets)
                     group.moved(move.sources, move.targets)  # type: ignore[attr-defined]
+        yield from ()
 
     patch.setattr(Room, "inwards", inwards)
 

@@ -211,7 +211,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "allocators": [lambda seed=seed: run_allocator(seed, 60) for seed in range(20)],
     "windows": [lambda seed=seed: run_swa(seed, 60) for seed in range(20)],
     "states": [lambda seed=seed: run_mamba(seed, 60) for seed in range(20)],
-    "resized": [lambda seed=seed: run_resized(seed, 60) for seed in range(20)],
+    "resized": [lambda seed=seed: run_resized(seed, 60) for seed in range(80)],
     "arena": [lambda seed=seed: run_arena(seed, 60) for seed in range(60)],
     "arenas": [lambda seed=seed: run_arena_replay(seed, shakes=True, tiers=seed % 2 < 1) for seed in range(30)],
     "resizes": [lambda seed=seed: run_resized_replay(seed, tiers=seed % 2 < 1) for seed in range(30)],

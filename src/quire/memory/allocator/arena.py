@@ -114,7 +114,7 @@ class EndPool(IdPool):
         """The ids in use after so many places, at most `most` of them, the outermost, but those in `fixed`; and free
         ones before, of which there are enough. Both ascend."""
         found = places + np.flatnonzero(self._used[places : self.extent] & (self._over[places : self.extent] == 0))
-        sources = found[~np.isin(self._places(found), fixed)][-most:]
+        sources = found[~np.isin(self._last - found if self._last else found + 1, fixed)][-most:]
         targets = self._nearest(len(sources))
         assert not len(targets) or int(targets[-1]) < places, "a retreat beyond its limit"
         return self._ids(sources), self._ids(targets)
