@@ -4,20 +4,22 @@
     from quire import KVCache, make_plan            the cache for an engine of your own, without torch
 
 The names in `dir(quire)` are stable; `__init__.pyi` lists them. They load on first use: `import quire` loads nothing
-else.
+else of Quire.
 """
 
 from __future__ import annotations
 
+import pkgutil
 import re
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 __version__ = "0.6.0"
 
 _LISTED = re.compile(r"^from (\S+) import (\w+) as", re.MULTILINE)
-_WHERE = {name: module for module, name in _LISTED.findall(Path(__file__).with_suffix(".pyi").read_text())}
+_WHERE = {
+    name: module for module, name in _LISTED.findall((pkgutil.get_data(__name__, "__init__.pyi") or b"").decode())
+}
 
 __all__ = sorted([*_WHERE, "__version__"])
 

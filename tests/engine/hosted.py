@@ -63,8 +63,8 @@ class HostedOracle:
         ) -> Tensor:
             ordinal = forward.ordinal if self._is_own(forward) else 0
 
-            def new_attend(own: Tensor, reader: Any, slots: Tensor, hidden: Tensor, **scale: float) -> Any:
-                if self._is_own(forward) and not reader._latents.on_host:
+            def new_attend(own: Tensor, reader: Any, slots: Tensor, hidden: Tensor, *more: Any) -> Any:
+                if self._is_own(forward) and not reader._first.on_host:
                     wanted[:] = self._wanted(forward, ordinal, options, module._most)
                     assert len(wanted) == len(slots), "a row of one token does not read its buffer"
                     for expected, at, unseen in zip(wanted, slots, hidden, strict=True):
@@ -72,7 +72,7 @@ class HostedOracle:
                         assert len(found) == len(expected), "a row reads more tokens than it selects, or fewer"
                         assert torch.equal(_sorted(found), _sorted(expected)), "a row reads another token's latents"
                         self.checked += len(found)
-                return attend(own, reader, slots, hidden, **scale)
+                return attend(own, reader, slots, hidden, *more)
 
             patch.setattr(sparse, "attend_selected", new_attend)
             return call(module, forward, query, key, value, options)

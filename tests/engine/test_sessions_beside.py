@@ -112,7 +112,7 @@ def test_tiers_and_a_restart_of_the_store(name: str, tmp_path: Path) -> None:
     talks.turn(core)
     assert talks.starts == [Start.CONTINUED] * 2
     tiered.settle(core)
-    core.cache.parts.reclaim([group.num_frames for group in core.cache.groups], "a test")
+    core.cache.parts.reclaim([group.num_frames for group in core.cache.groups], "a test", ())
     tiered.settle(core)
     assert tiered.below_only(core) and core.statistics()["sessions_given_up"] == 2
     talks.turn(core)

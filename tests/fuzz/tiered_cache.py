@@ -288,7 +288,7 @@ class TieredCache(FollowedCache, ReadAhead[Prefetch]):
             wanted[num_frames % 2] = 0
             if self.steps:
                 return
-        cache.parts.reclaim(wanted, "")
+        cache.parts.reclaim(wanted, "", ())
         self._check("demote")
         short = [g.name for g, wants in zip(cache.groups, wanted, strict=True) if g.num_free < wants]
         assert not short, f"there is no room in {short}, where something could have gone"

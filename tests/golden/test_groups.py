@@ -85,7 +85,7 @@ class Replay:
         """Returns what was evicted of each group: of pages exactly what is wanted, and with each page its frame."""
         free, evictable = self.state()["avail"], self.evictable()
         most = [min(n, have) for n, have in zip(wanted, evictable, strict=True)]
-        self.cache.parts.reclaim([have + n for have, n in zip(free, most, strict=True)], "")
+        self.cache.parts.reclaim([have + n for have, n in zip(free, most, strict=True)], "", ())
         evicted = [now - before for now, before in zip(self.state()["avail"], free, strict=True)]
         assert evicted[0] == most[0]
         assert evicted[1] >= most[1]

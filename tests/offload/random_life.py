@@ -172,7 +172,7 @@ class RandomLife:
     def _free_up(self, count: int) -> None:
         cache = self.cache.cache
         wanted = [group.num_free + min(count, group.num_evictable) for group in cache.groups]
-        cache.parts.reclaim(wanted, "")
+        cache.parts.reclaim(wanted, "", ())
 
     def forget(self) -> None:
         """What no lease holds is in the store only."""

@@ -142,7 +142,7 @@ def test_a_damaged_copy_of_what_has_left_the_device_is_computed_again_and_stored
     while not tiers_of(world).hosts[0].table.frame.any():
         assert world.advance()
     world.damage(tokens, 1)
-    world.cache.parts.reclaim([12], "")
+    world.cache.parts.reclaim([12], "", ())
     world.drain()
     assert dict(tiers_of(world).counters.defects) == {("host", "digest"): 1}
     assert world.stored() == 1, "what comes before it"

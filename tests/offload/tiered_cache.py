@@ -143,7 +143,7 @@ class TieredCache(CachedBytes):
     def demote(self) -> None:
         """All that no lease holds leaves the device."""
         self.drain()
-        self.cache.parts.reclaim([group.num_free + group.num_evictable for group in self.cache.groups], "")
+        self.cache.parts.reclaim([group.num_free + group.num_evictable for group in self.cache.groups], "", ())
         self.cache.audit()
 
     # -- keeping and forgetting

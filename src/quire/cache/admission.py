@@ -36,7 +36,7 @@ class Claim(NamedTuple):
 
 
 class Admission:
-    """What a scheduler asks before a request begins or grows. No answer changes anything."""
+    """What a scheduler asks before a request begins or grows. No answer changes what is held or cached."""
 
     def __init__(self, parts: CacheParts, retention: RetentionPort) -> None:
         self._pages = parts.pages

@@ -7,6 +7,7 @@ where there are some, then the outermost frames move inwards. What running reque
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -103,7 +104,8 @@ class Resizing:
         most = [max(1, MOVED_BYTES // group.layout.bytes_per_frame) for group in self._parts.plan.groups]
         for room in self._rooms:
             for move in room.inwards(most):
-                self._growth.move(move)
+                with suppress(OutOfPages):  # no memory to copy with: the frames stay, and a later call tries again
+                    self._growth.move(move)
         self._growth.resized()
         self._parts.changed()
         return done

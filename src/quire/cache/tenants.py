@@ -62,7 +62,7 @@ class Account:
 class Tenants(TenantShares):
     """The tenants of one cache, by number; 0 is `default`. Only the thread of the step loop may use it. Arrays of
     amounts are int64 `[accounts, tenants]`, in units of each room. A step costs O(tenants) in numpy, however many
-    page ids there are and requests wait."""
+    page ids there are."""
 
     def __init__(self, terms: Sequence[TenantTerms], plan: MemoryPlan, num_pages: int) -> None:
         self.num_tenants = len(terms)
@@ -224,7 +224,7 @@ class Tenants(TenantShares):
 
     def units_for(self, namespace: Namespace, num_pages: int) -> list[int]:
         """Units that each room must have in all, so that a request of so many pages fits within its limits."""
-        tenant, (floors, _) = self.number(namespace), self.limits()
+        tenant, (floors, _) = self.number(namespace), self.limits(now=False)
         others = [each for at, each in enumerate(self.terms) if at != tenant]
         ceiling, shares = self.terms[tenant].ceiling, sum(each.floor.share for each in others if not each.floor.bytes)
         sizes = floors @ np.array([at != tenant and each.floor.bytes > 0 for at, each in enumerate(self.terms)])
@@ -232,7 +232,7 @@ class Tenants(TenantShares):
         part = 1.0 if ceiling is None or ceiling.bytes else max(ceiling.share, 1e-9)
         least = np.ceil(np.maximum(needs / part, (needs + sizes) / max(1 - shares, 1e-9)))
         rooms = zip([each.room for each in self._accounts], least.tolist(), strict=True)
-        return [min(room.total, int(units)) for room, units in rooms if room is not None]
+        return [int(units) for room, units in rooms if room is not None]
 
     def by_tenant(self, rows: Rows, amounts: Lengths) -> Lengths:
         """The sums of `amounts[i]` of each row, by tenant."""

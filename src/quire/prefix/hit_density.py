@@ -72,6 +72,8 @@ class HitDensity(EvictionPolicy):
     window that moves on. A new candidate that is worse joins them. So a victim costs one `pop`.
     """
 
+    knows_worth = True
+
     def __init__(self) -> None:
         self._seconds: Callable[[], float] = lambda: 0.0
         self._endings = Endings()

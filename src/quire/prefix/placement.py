@@ -117,7 +117,7 @@ class NodeTiers:
 
     def compare_copies(self) -> None:
         """Copies are made of what leaves the device: what the policy expects decides about them too."""
-        self._num_compared = 16
+        self._num_compared = 16 if self._policy.knows_worth else 1
 
     def copy_victim(self) -> Node | None:
         """Remove and return the node whose copies are evicted first; None if there is none."""

@@ -24,6 +24,7 @@ class EvictionPolicy(ABC):
 
     takes_ended = False
     """Whether it orders the leaves of ended users itself."""
+    knows_worth = False
 
     def timed_by(self, seconds: Callable[[], float]) -> None:  # noqa: B027
         """The tree's clock, before any other call."""
@@ -52,7 +53,7 @@ class EvictionPolicy(ABC):
         return None
 
     def worth(self, node: Node) -> float:
-        """What a page of a node without leases is worth now, in any unit. O(1)."""
+        """If `knows_worth`, what a page of a node without leases is worth now, in any unit. O(1)."""
         return 0.0
 
     @abstractmethod

@@ -74,6 +74,7 @@ class TenantPolicies(EvictionPolicy):
 
     def __init__(self, make: Callable[[], EvictionPolicy], shares: TenantShares) -> None:
         self._policies = [make() for _ in range(shares.num_tenants)]
+        self.knows_worth = self._policies[0].knows_worth
         self._ended: list[LazyQueue[Node]] = [LazyQueue(live) for _ in range(shares.num_tenants)]
         self._tickets = count(1)
         self._shares = shares

@@ -105,7 +105,7 @@ class TenantsRequests(WaitingRequests):
 
     def take_turns(self, queues: Mapping[int, Sequence[R]], cost: Callable[[R], int]) -> Iterator[R]:
         """Requests of several tenants, each tenant's in its own order, and after one whose tenant is blocked none of
-        it. A round of admissions begins. O(log tenants) for each request."""
+        it. A round of admissions begins. O(log tenants) for each request, and the copy of each queue that is begun."""
         turns, spent = self._tenants, self._spent
         turns.begin_round()
         for number in queues:  # who was away, or could not begin, has saved nothing

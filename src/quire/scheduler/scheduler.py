@@ -178,7 +178,8 @@ class Scheduler:
             if left and request.state is RequestState.RUNNING:
                 self._grant(next_step, [request], [self._chunk(request, int(ready[at]), left)])
         if looks and preempted == self.num_preemptions:
-            self._quiet_at = self._admission_state() if self._admit(next_step) else None
+            is_quiet = self._admit(next_step) and preempted == self.num_preemptions
+            self._quiet_at = self._admission_state() if is_quiet else None
         return self._step(next_step)
 
     def settle(self, step: Step, tokens: Lengths, kept: Lengths | None = None) -> Settled:
@@ -450,7 +451,8 @@ class Scheduler:
                 self._cache.sessions.give_up(request.turn)
                 hit, num_held = match(request), 0
                 self._lacks_room = not self._fits(request, hit)
-            if self._lacks_room and not self.num_running and hit.num_pages:  # what it begins on takes room too
+            is_alone = self._lacks_room and not self.num_running
+            if is_alone and hit.num_pages and self._cache.plan.arena is not None:  # the bytes it begins on are not room
                 hit = self._cache.match(request.tokens, request.namespace, most_tokens=0)
                 self._lacks_room = not self._fits(request, hit)
             if not self._lacks_room:

@@ -399,7 +399,9 @@ class Control:
         if isinstance(error, Foreign):
             problem = error.problem
         elif is_closed and not link.peer:
-            problem = "it closed the connection in the handshake: it is ending, or has another --transfer-secret"
+            problem = (
+                "it closed the connection in the handshake: it is ending, or has another --transfer-secret or version"
+            )
             is_refused = link.dialed
         if target is not None:
             if is_refused and target.problem != problem:

@@ -165,7 +165,7 @@ def test_selected_tokens(programs):
     hidden = torch.rand(5, 700, generator=generator) < 0.5
     hidden[3], hidden[4, 256:] = True, True
     slots[:, 0], hidden[:, 0] = 49, True
-    tokens._latents.stored[0].view(-1, tokens._latents.stored[0].shape[-1])[49] = torch.nan
+    tokens._first.stored[0].view(-1, tokens._first.stored[0].shape[-1])[49] = torch.nan
     out, lse = attend_selected(query, tokens, slots, hidden, AttentionTerms(scale=0.4), triton_backend(programs))
     for row in range(5):
         if row == 3:
