@@ -16,7 +16,7 @@ from quire.transfer.decode import Asking, DecodeSide
 from quire.transfer.messages import Want
 from quire.transfer.node import TransferNode
 from quire.transfer.prefill import PrefillSide
-from quire.transfer.receiving import Ended, PartState, ReceivedPart
+from quire.transfer.receiving import Ended, PartState, ReceivedPart, Receiver
 from tests.mutants.mutants import Patch, mutant
 from tests.transfer.memory_connector import MemoryConnector
 
@@ -38,6 +38,13 @@ def frames_are_handed_back_at_the_deadline(patch: Patch) -> None:
         "may_reuse",
         property(lambda part: part.state in (PartState.SENT, PartState.GONE, PartState.CANCELLING)),
     )
+
+    def over(self: Receiver, part: ReceivedPart, state: PartState, reason: str) -> None:
+        part.state, part.reason = state, reason
+        if part.ask in self.asks:  # it is over before its parts are
+            self._drop_if_over(part.ask, self.asks[part.ask])
+
+    patch.setattr(Receiver, "_over", over)
 
 
 @mutant("cuts", "tags are never shut: a part that has ended may still be written, and its tag is kept for ever")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -344,3 +345,15 @@ def test_forty_lives() -> None:
     happened = sum((run_tenants(seed, 60) for seed in range(40)), Counter[str]())
     names = ("hit", "evicted", "lacks room", "too large", "preempted", "changed", "not changed")
     assert all(happened[name] > 5 for name in names), happened
+
+
+@pytest.mark.parametrize("terms", [{"a": {"floor": "10%"}}, {"a": {"floor": "4B"}}])
+def test_what_an_accepted_request_needs_outlives_a_release(terms: dict[str, Any]) -> None:
+    """While memory is released its size is 0, and the limit afterwards must have room for the request."""
+    plan = small_plan(40, 1, max_requests=4, groups=("full",), frames=(40,))
+    cache = KVCache(plan, tenants=tenants_of(terms))
+    promised = cache.admission.units_for([(Namespace(), 30)])
+    assert promised[0] >= 30
+    cache.resizing.aim(replace(plan, frames=(20,), num_pages=20), released=True)
+    cache.resizing.go_on([], [], [0])
+    assert cache.admission.units_for([(Namespace(), 30)]) == promised

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from typing import Any
 
 import pytest
 
+from quire.cache.resizing import Resizing
+from quire.errors import OutOfPages
+from quire.sim.device import SimulatedDevice
+from quire.spec.ids import Ids
 from tests.sim.resized import run_resized_replay
 
 KINDS = ({}, {"tiers": True}, {"drafts": True}, {"tiers": True, "drafts": True}, {"arena": True})
@@ -26,6 +32,32 @@ def check_replays(seeds: range, **kind: bool) -> None:
 @pytest.mark.parametrize("kind", KINDS, ids=NAMES)
 def test_the_size_changes_and_every_read_is_right(kind: dict[str, bool]) -> None:
     check_replays(range(8), **kind)
+
+
+@pytest.mark.parametrize("arena", [False, True])
+def test_copies_that_fail_are_tried_again(arena: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    move, go_on, rng, failed, resizes = SimulatedDevice.move_frames, Resizing.go_on, random.Random(0), 0, False
+
+    def often(device: SimulatedDevice, group: int, sources: Ids, targets: Ids) -> None:
+        nonlocal failed
+        if resizes and rng.random() < 1 / 3:
+            failed += 1
+            raise OutOfPages(group="full", wanted=len(sources), free=0, evictable=0, held_by="no memory to copy with")
+        move(device, group, sources, targets)
+
+    def resized(resizing: Resizing, *given: Any) -> bool:
+        nonlocal resizes
+        resizes = True
+        try:
+            return go_on(resizing, *given)
+        finally:
+            resizes = False
+
+    monkeypatch.setattr(SimulatedDevice, "move_frames", often)
+    monkeypatch.setattr(Resizing, "go_on", resized)
+    for seed in range(4):
+        run_resized_replay(seed, arena=arena)
+    assert failed > 4
 
 
 @pytest.mark.slow
