@@ -64,9 +64,9 @@ def test_on_pages_it_computes_what_plain_torch_computes(tmp_path, target, kind, 
     tokens = torch.randint(VOCAB_SIZE, (LENGTH,), generator=generator)
     features = torch.randn(LENGTH, target.hidden_size, generator=generator)
     found = paged(head, tokens, features, page_size)
-    wanted = dense_head(tensors, target.embedding(tokens), features)
+    wanted = dense_head(tensors, target.module.get_input_embeddings()(tokens), features)
     torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-4)
-    choices = dense_choice(tensors, wanted, target.output_layer.weight)
+    choices = dense_choice(tensors, wanted, target.module.get_output_embeddings().weight)
     assert torch.equal(head.logits(found).argmax(-1), choices) and len(choices.unique()) > 2
     if kind == "eagle3":
         assert (choices % 2 == 1).all()  # the head knows every other token
@@ -238,7 +238,7 @@ def test_in_half_precision(tmp_path, kind, stored):
     found = paged(head, tokens, features, 4)
     assert found.dtype == torch.bfloat16
     wide = {key: w.bfloat16().float() if w.is_floating_point() else w for key, w in tensors.items()}
-    wanted = dense_head(wide, model.embedding(tokens).float(), features.float())
+    wanted = dense_head(wide, model.module.get_input_embeddings()(tokens).float(), features.float())
     torch.testing.assert_close(found.float(), wanted, atol=0.1, rtol=0.05)
 
 

@@ -115,7 +115,7 @@ def test_the_plain_weight_is_freed(tied: bool) -> None:
     held = [layer.__dict__["_parameters"]["weight"] is not None for layer in layers]
     assert sum(held) == tied
     plain = LoadedModel(build_tiny("llama_gqa", tie_word_embeddings=tied), name="tiny", pack=False)
-    head = model.output_layer._product.num_bytes  # type: ignore[union-attr]
+    head = model.module.get_output_embeddings()._product.num_bytes  # type: ignore[union-attr]
     padding = model.packing.num_bytes - sum(layer.in_features * layer.out_features * 4 for layer in layers)
     assert 0 <= padding <= 0.1 * model.packing.num_bytes
     assert model.weight_bytes == weight_bytes(model.module) == plain.weight_bytes + padding + head * tied
@@ -141,7 +141,7 @@ def test_an_embedding_changed_alone_is_packed_again() -> None:
     settings = {"tie_word_embeddings": True}
     model, other = tiny(**settings), build_tiny("llama_gqa", attn_implementation="eager", **settings)
     with torch.no_grad():
-        for embedding in (model.embedding, other.get_input_embeddings()):
+        for embedding in (model.module.get_input_embeddings(), other.get_input_embeddings()):
             embedding.weight.mul_(-0.5)
     model.weights_changed()
     assert Schedule().largest_error(model, other) < 1e-4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -43,11 +45,11 @@ def test_only_the_asked_rows_get_logits(architecture, tmp_path):
 
 
 BREAKS = {
-    "scale": ("llama_gqa", lambda options: {**options, "scale": options["scale"] * 1.2}),
-    "window": ("mistral", lambda options: {**options, "window": 0}),
-    "wrong window": ("mistral", lambda options: {**options, "window": options["window"] + 1}),
-    "softcap": ("gemma2", lambda options: {**options, "softcap": None}),
-    "sinks": ("gpt_oss", lambda options: {**options, "sinks": None}),
+    "scale": ("llama_gqa", lambda terms: replace(terms, scale=terms.scale * 1.2)),
+    "window": ("mistral", lambda terms: replace(terms, window=0)),
+    "wrong window": ("mistral", lambda terms: replace(terms, window=terms.window + 1)),
+    "softcap": ("gemma2", lambda terms: replace(terms, softcap=None)),
+    "sinks": ("gpt_oss", lambda terms: replace(terms, sinks=None)),
 }
 
 
@@ -56,7 +58,7 @@ def test_the_check_at_load_notices(broken, tmp_path, monkeypatch):
     architecture, change = BREAKS[broken]
     folder = str(save_tiny(architecture, tmp_path))
     original = attention.paged_attention
-    monkeypatch.setattr(attention, "paged_attention", lambda *tensors, **options: original(*tensors, **change(options)))
+    monkeypatch.setattr(attention, "paged_attention", lambda *given: original(*given[:-1], change(given[-1])))
     with pytest.raises(ModelCheckFailed, match="differs by"):
         load_model(folder)
 
