@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from quire.cli.app import app as quire
 from tests.changes import slow_unless_changed
 from tests.fuzz.__main__ import app
 from tests.mutants import MUTANTS, injected
@@ -81,9 +80,3 @@ def test_bad_input(arguments: tuple[str, ...], text: str) -> None:
     done = run(*arguments, "--operations", 10, "--jobs", 1)
     assert done.exit_code == 2
     assert text in done.stderr
-
-
-def test_the_installed_command_says_where_fuzzing_is() -> None:
-    done = CliRunner().invoke(quire, ["fuzz", "--seconds", "3"])
-    assert done.exit_code == 2
-    assert "make fuzz" in done.stderr
