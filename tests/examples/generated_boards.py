@@ -21,7 +21,8 @@ from tests.examples.generated_reference import declared_metrics, exposed_names
 FOLDER = Path(__file__).parents[2] / "deploy/monitoring"
 DASHBOARD, RULES = FOLDER / "dashboard.json", FOLDER / "rules.yml"
 
-CHOSEN = '{model_name=~"$model", instance=~"$instance"}'
+MODEL = 'model_name=~"$model", '
+CHOSEN = "{" + MODEL + 'instance=~"$instance"}'
 WIDTH, HEIGHT = 12, 8
 IN_A_ROW = 24 // WIDTH
 
@@ -68,6 +69,8 @@ OVERVIEW: list[tuple[str, str, Targets]] = [
 ALERTS: list[tuple[str, str, str, str, str]] = [
     ("QuireDown", 'up{job="quire"} == 0', "1m", "critical", "A server of Quire does not answer."),
     ("QuireUnhealthy", "quire_healthy == 0", "1m", "critical", "No request can progress; /health has the reason."),
+    ("QuireServerLost", "quire_router_healthy == 0", "1m", "warning",
+     "A router sends no requests to one of its servers, which is lost or unhealthy; its /health has the reason."),
     ("QuireInvariantBroken", "quire_invariant_broken == 1", "0m", "critical",
      "An invariant of the cache is broken: no request is admitted. Its log has the cause; restart it."),
     ("QuireEngineRestarted", "increase(quire_engine_restarts_total[15m]) > 0", "0m", "warning",
@@ -146,11 +149,23 @@ def _section(metric: Metric) -> str:
     """The word that a metric begins with, where it is that of a feature."""
     first = metric.name.partition("_")[0]
     known = {"tier": "Tiers", "store": "Tiers", "transfer": "Peers", "canary": "Canary", "spec": "Speculation"}
-    known |= {"session": "Sessions", "sessions": "Sessions", "hisparse": "Latents on the host", "kv": "Cache"}
+    known |= {
+        "router": "Router",
+        "session": "Sessions",
+        "sessions": "Sessions",
+        "hisparse": "Latents on the host",
+        "kv": "Cache",
+    }
     return known.get(first, "Engine and cache")
 
 
 def _targets(metric: Metric) -> Targets:
+    """A router has no model: its samples are chosen by instance alone."""
+    has_model = not metric.name.startswith("router_")
+    return {legend: each if has_model else each.replace(MODEL, "") for legend, each in _of_models(metric).items()}
+
+
+def _of_models(metric: Metric) -> Targets:
     name, labels = exposed_names(metric)[0], sorted((*metric.labels, *metric.constant))
     if metric.kind == "histogram":
         return quantiles(name)

@@ -148,11 +148,13 @@ def _type(schema: dict[str, Any]) -> str:
 
 @cache
 def declared_metrics() -> tuple[Metric, ...]:
-    """What a server with all tiers, speculation, hot buffers, peers, tenants and events exposes; each family once."""
+    """What a server with all tiers, speculation, hot buffers, peers, tenants and events exposes, and a router; each
+    family once."""
     from quire import LLM
     from quire.loop.tenants import AllTenants
     from quire.observe.kv_publisher import PublisherCounters
     from quire.observe.metrics import ServerCounters
+    from quire.routing.router import RouterCounters
     from quire.sparse.coordinator import HiSparseCounters
     from quire.transfer.node import TransferCounters
 
@@ -161,7 +163,7 @@ def declared_metrics() -> tuple[Metric, ...]:
         drafts = {"method": "ngram", "num_speculative_tokens": 4}
         with LLM(max_model_len=64, show_plan=False, speculative_config=drafts, **settings) as llm:
             declared = llm.engine.ready().metrics
-    more = (HiSparseCounters, TransferCounters, PublisherCounters, ServerCounters, AllTenants)
+    more = (HiSparseCounters, TransferCounters, PublisherCounters, ServerCounters, AllTenants, RouterCounters)
     declared += [found for each in more for found in metrics_of(each)]
     return tuple({each.name: each for each in declared}.values())
 

@@ -73,22 +73,74 @@ def test_prometheus_reads_the_rules(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_an_alert_fires_when_it_should_and_not_before(tmp_path: Path) -> None:
+def bucket(until: str, values: str) -> tuple[str, str]:
+    return f'quire_time_to_first_token_seconds_bucket{{instance="ill", le="{until}"}}', values
+
+
+FIRES: dict[str, tuple[list[tuple[str, str]], int, int]] = {
+    "QuireDown": ([('up{job="quire", instance="ill"}', "1x4 0x30")], 5, 7),
+    "QuireUnhealthy": ([('quire_healthy{instance="ill"}', "1x4 0x30")], 5, 7),
+    "QuireServerLost": ([('quire_router_healthy{instance="ill"}', "1x4 0x30")], 5, 7),
+    "QuireInvariantBroken": ([('quire_invariant_broken{instance="ill"}', "0x4 1x30")], 4, 5),
+    "QuireEngineRestarted": ([('quire_engine_restarts_total{instance="ill"}', "0x4 1x30")], 4, 6),
+    "QuirePageDamaged": ([('quire_canary_found_pages_total{instance="ill"}', "0x4 1x30")], 4, 6),
+    "QuireRecordDamaged": ([('quire_tier_corrupt_records_total{instance="ill"}', "2x4 3x30")], 4, 6),
+    "QuireStoreLost": ([('quire_store_lost{instance="ill"}', "0x4 1x30")], 9, 11),
+    "QuireMemoryShort": (
+        [
+            ('quire_waiting_requests{instance="ill"}', "0x4 3x30"),
+            ('quire_preemptions_total{instance="ill"}', "0x4 1+1x30"),
+        ],
+        14,
+        18,
+    ),
+    "QuireSequencesFail": (
+        [('quire_request_success_total{instance="ill", finished_reason="error"}', "0x4 1+1x30")],
+        9,
+        12,
+    ),
+    "QuireFirstTokenSlow": ([bucket("10.0", "0x30"), bucket("30.0", "0+9x30"), bucket("+Inf", "0+9x30")], 9, 13),
+    "QuireEventsDropped": ([('quire_kv_events_dropped_total{instance="ill"}', "0x4 5x30")], 4, 6),
+}
+"""What makes each alert fire, a minute between values; when it does not yet, and when it does."""
+
+WELL = [
+    *((f'{name}{{instance="well"}}', "0x30") for name in ("quire_invariant_broken", "quire_store_lost")),
+    *((f'{name}{{instance="well"}}', "1x30") for name in ("quire_healthy", "quire_router_healthy")),
+    ('quire_waiting_requests{instance="well"}', "5x30"),
+    ('quire_preemptions_total{instance="well"}', "7x30"),
+    ('quire_request_success_total{instance="well", finished_reason="stop"}', "0+9x30"),
+]
+"""A server on which nothing fires."""
+
+
+def test_each_alert_fires_when_it_should_and_not_before(tmp_path: Path) -> None:
     promtool = promtool_or_skip()
-    series = [
-        {"series": 'quire_healthy{instance="well"}', "values": "1x10"},
-        {"series": 'quire_healthy{instance="ill"}', "values": "1x4 0x5"},
-        {"series": 'up{job="quire", instance="well"}', "values": "1x10"},
-    ]
-    labels = {"severity": "critical", "instance": "ill"}
-    about = next(about for name, *_, about in ALERTS if name == "QuireUnhealthy")
-    fired = [{"exp_labels": labels, "exp_annotations": {"summary": about}}]
-    expected = [
-        {"eval_time": at, "alertname": "QuireUnhealthy", "exp_alerts": alerts}
-        for at, alerts in (("4m", []), ("8m", fired))
-    ]
-    group = {"interval": "1m", "input_series": series, "alert_rule_test": expected}
-    (tmp_path / "test.yml").write_text(yaml.safe_dump({"rule_files": [str(RULES)], "tests": [group]}))
+    assert list(FIRES) == [name for name, *_ in ALERTS]
+    groups = []
+    for name, _, _, severity, about in ALERTS:
+        series, quiet, firing = FIRES[name]
+        labels = {"severity": severity, "instance": "ill"}
+        labels |= {"job": "quire"} if name == "QuireDown" else {}
+        labels |= {"finished_reason": "error"} if name == "QuireSequencesFail" else {}
+        fired = [{"exp_labels": labels, "exp_annotations": {"summary": about}}]
+        groups.append(
+            {
+                "name": name,
+                "interval": "1m",
+                "input_series": [{"series": at, "values": values} for at, values in [*WELL, *series]],
+                "alert_rule_test": [
+                    {"eval_time": f"{quiet}m", "alertname": name, "exp_alerts": []},
+                    {"eval_time": f"{firing}m", "alertname": name, "exp_alerts": fired},
+                    *(
+                        {"eval_time": f"{firing}m", "alertname": other, "exp_alerts": []}
+                        for other in FIRES
+                        if other != name
+                    ),
+                ],
+            }
+        )
+    (tmp_path / "test.yml").write_text(yaml.safe_dump({"rule_files": [str(RULES)], "tests": groups}))
     done = subprocess.run(
         [promtool, "test", "rules", tmp_path / "test.yml"], capture_output=True, text=True, check=False
     )

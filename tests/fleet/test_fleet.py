@@ -74,6 +74,16 @@ def test_one_scrape_has_the_metrics_of_all(fleet: LiveFleet) -> None:
         assert f'quire_router_in_flight{{process="{row["name"]}"}}' in text
 
 
+@slow_unless_changed(*FLEET, "src/quire/serve/page.py", "src/quire/serve/live.py")
+def test_the_page_of_a_fleet_shows_each_of_its_engines(fleet: LiveFleet) -> None:
+    assert "<title>Quire</title>" in httpx.get(fleet.url, headers={"Accept": "text/html"}).text
+    for row in fleet.rows[:-1]:
+        with httpx.stream("GET", f"{fleet.url}/v1/cache/live", params={"server": row["name"]}, timeout=30) as answer:
+            assert (answer.status_code, answer.headers["x-quire-server"]) == (200, row["name"])
+            begin = next(line for line in answer.iter_lines() if line.startswith("data: "))
+        assert json.loads(begin.removeprefix("data: "))["model"] == "quire-bundled"
+
+
 @slow_unless_changed(*FLEET)
 def test_nothing_listens_beyond_loopback(fleet: LiveFleet) -> None:
     pids = {process.pid for process in fleet.processes()}

@@ -7,7 +7,7 @@ Counters restart with the engine process, as Prometheus expects.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,20 +82,9 @@ class ServerMetrics(Collector):
 
     def collect(self) -> Iterator[Family]:
         """The metrics of one scrape."""
-        yield from self._families(self._declared, self._statistics())
-        yield from self._families(tuple(metrics_of(ServerCounters)), self.own_statistics())
-
-    def _families(self, declared: Sequence[Metric], statistics: Statistics) -> Iterator[Family]:
-        families: dict[str, Any] = {}
-        for metric in declared:
-            samples = metric.samples(statistics)
-            for name in metric.exposed if samples else ():
-                if name not in families:
-                    labels = ("model_name", *metric.labels, *metric.constant)
-                    families[name] = _FAMILIES[metric.kind](name, metric.text, labels=labels)
-                for labels, value in samples.items():
-                    _add(families[name], (self._model_name, *labels), value)
-        yield from families.values()
+        model = {"model_name": self._model_name}
+        yield from families_of(self._declared, self._statistics(), model)
+        yield from families_of(tuple(metrics_of(ServerCounters)), self.own_statistics(), model)
 
     def own_statistics(self) -> Statistics:
         """What the server itself has counted, as plain data."""
@@ -106,6 +95,20 @@ class ServerMetrics(Collector):
     def text(self) -> bytes:
         """The metrics in Prometheus' text format."""
         return generate_latest(self)
+
+
+def families_of(declared: Iterable[Metric], statistics: Statistics, more: Mapping[str, str]) -> Iterator[Family]:
+    """The families of what is declared and has samples, each of which has `more` as labels."""
+    families: dict[str, Any] = {}
+    for metric in declared:
+        samples = metric.samples(statistics)
+        for name in metric.exposed if samples else ():
+            if name not in families:
+                labels = (*more, *metric.labels, *metric.constant)
+                families[name] = _FAMILIES[metric.kind](name, metric.text, labels=labels)
+            for labels, value in samples.items():
+                _add(families[name], (*more.values(), *labels), value)
+    yield from families.values()
 
 
 def _add(family: Any, labels: tuple[str, ...], value: Any) -> None:

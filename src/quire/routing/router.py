@@ -12,13 +12,15 @@ import json
 import logging
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
+from dataclasses import dataclass
+from typing import ClassVar
 
 import httpx
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from starlette.requests import ClientDisconnect, Request
@@ -26,7 +28,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
+from quire.counters import counter, gauge, metrics_of, plain
 from quire.errors import InvalidInput, NoServer
+from quire.observe.metrics import families_of
 from quire.routing.chooser import Chooser, EventChooser
 from quire.routing.config import RouterKind
 from quire.routing.relay import Relay, answered, passed_on
@@ -82,6 +86,19 @@ async def check(upstream: Upstream, client: httpx.AsyncClient) -> None:
             upstream.fails(f"is unhealthy: {answer.json()['reason']}", is_broken=True)
     except (httpx.HTTPError, ValueError, TypeError, KeyError):  # or it is no server of ours
         upstream.fails("does not answer")
+
+
+@dataclass(kw_only=True)
+class RouterCounters:
+    """Counters of one router, by the server that was asked; `responses` by route and status."""
+
+    PREFIX: ClassVar = "router_"
+
+    healthy: dict[str, bool] = gauge("1 if requests may be sent there.", "process", start=dict)
+    in_flight: dict[str, int] = gauge("Requests sent there that have not ended.", "process", start=dict)
+    requests: dict[str, int] = counter("Requests sent there.", "process", start=dict)
+    failures: dict[str, int] = counter("Requests that broke off there.", "process", start=dict)
+    responses: Counter[tuple[str, str]] = counter("Answers to clients.", "route", "status", start=Counter)
 
 
 class Router:
@@ -250,8 +267,6 @@ class Router:
         """The metrics of all servers, each sample with the name of its process as a label: a query adds them up, and
         could not take a sum apart."""
         families: dict[str, Metric] = {family.name: family for family in self._own_metrics()}
-        for own in families.values():
-            own.samples = [each._replace(labels={**each.labels, **self._labels}) for each in own.samples]
         for upstream, answer in await self._ask(request):
             text = bytes(answer.body).decode() if answer.status_code == 200 else ""
             for found in text_string_to_metric_families(text):
@@ -262,23 +277,13 @@ class Router:
         return Response(generate_latest(_Families(families.values())), media_type=CONTENT_TYPE_LATEST)
 
     def _own_metrics(self) -> Iterator[Metric]:
-        rows: tuple[
-            tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, Callable[[Upstream], float]], ...
-        ] = (
-            (GaugeMetricFamily, "healthy", "1 if requests may be sent there.", lambda each: each.is_healthy),
-            (GaugeMetricFamily, "in_flight", "Requests sent there that have not ended.", lambda each: each.in_flight),
-            (CounterMetricFamily, "requests", "Requests sent there.", lambda each: each.num_requests),
-            (CounterMetricFamily, "failures", "Requests that broke off there.", lambda each: each.num_failures),
-        )
-        for kind, name, about, value in rows:
-            family = kind(f"quire_router_{name}", about, labels=["process"])
-            for upstream in self._upstreams:
-                family.add_metric([upstream.name], value(upstream))
-            yield family
-        responses = CounterMetricFamily("quire_router_responses", "Answers to clients.", labels=["route", "status"])
-        for labels, count in self._responses.items():
-            responses.add_metric(labels, count)
-        yield responses
+        counters = RouterCounters(responses=self._responses)
+        for each in self._upstreams:
+            counters.healthy[each.name] = each.is_healthy
+            counters.in_flight[each.name] = each.in_flight
+            counters.requests[each.name] = each.num_requests
+            counters.failures[each.name] = each.num_failures
+        return families_of(metrics_of(RouterCounters), plain(counters), self._labels)
 
 
 def _wait_of(request: Request, body: bytes) -> float:
