@@ -38,7 +38,7 @@ from quire.cli.replay_grid import grid_of
 from quire.settings.setting import parse_bytes
 from quire.sim.comparison import Grid, compare
 from quire.sim.hit_bounds import HitBounds
-from quire.sim.tier_settings import SimulatedTiers
+from quire.sim.settings import SimulatedTiers
 from quire.sim.trace import Trace, open_trace
 
 Row = dict[str, Any]

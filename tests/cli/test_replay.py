@@ -348,7 +348,7 @@ def test_roles_are_beside_as_many_engines_without(run: Run) -> None:
     [
         (("--decode", 2), "--prefill 1"),
         (("--prefill", 1, "--link", "fast"), "not a size"),
-        (("--prefill", 1, "--link", "1GB/min"), "--link 10GB/s"),
+        (("--prefill", 1, "--link", "1GB/min"), "--link: '1GB/min' is no speed"),
         (("--prefill", 1, "--page-size", "4,16"), "2 replays"),
     ],
 )

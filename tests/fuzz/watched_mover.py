@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from quire.tiers.store import Store
 from quire.tiers.transfer import GOOD, LANES, MISSING, REFUSED, Lane, Transfer
-from quire.tiers.virtual_mover import VirtualMover
+from tests.fuzz.choosing_mover import ChoosingMover
 from tests.fuzz.host_records import HostRecords
 
 
@@ -21,7 +21,7 @@ class Clock:
         return self.now
 
 
-class WatchedMover(VirtualMover):
+class WatchedMover(ChoosingMover):
     """A wait lets time pass until the next transfer ends. `wrong` has the laws that were broken, in words. A transfer
     that forgets may fail where the store `refuses`: it is tried again. `deadline_s` replaces the deadlines of lanes."""
 

@@ -21,12 +21,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from quire.cache import KVCache
+from quire.cli.plan_request import PlanRequest
 from quire.errors import InvalidInput, PlanError, QuireError, UnsupportedModel
 from quire.plan import budget, planner
 from quire.plan.advice import least_memory, options_to_fit
 from quire.plan.budget import MemoryPlan
 from quire.plan.devices import DEVICES, Line, find_device
-from quire.plan.mix import Mix, mix_of, read_trace, uniform
+from quire.plan.mix import Mix, mix_of, uniform
 from quire.plan.parallel import Parallelism
 from quire.plan.plan import Plan
 from quire.plan.planner import make_plan
@@ -656,15 +657,23 @@ def test_admission_uses_the_plans_limits() -> None:
 # -- the expected load
 
 
+def mix_in(trace: Path) -> Mix:
+    mix = PlanRequest(trace=str(trace)).settings().mix
+    assert mix is not None
+    return mix
+
+
 def test_a_trace_decides_the_split(tmp_path: Path) -> None:
     lines = [{"input_length": 500, "output_length": 12}, {"input_length": 60_000, "output_length": 4_000}]
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
-    mix = read_trace(path)
+    mix = mix_in(path)
     assert mix.counts == ((512, 1), (64_000, 1))
     table = tmp_path / "trace.csv"
-    table.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n1,500,12\n2,60000,4000\n")
-    assert read_trace(table).counts == mix.counts
+    table.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,500,12\n2023-11-16 18:17:04,60000,4000\n"
+    )
+    assert mix_in(table).counts == mix.counts
     assert plan_of("gemma-3-27b", mix=mix).config.swa_max_total_num_tokens > 0
 
 
@@ -688,9 +697,9 @@ def test_a_trace_without_lengths_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(text)
     with pytest.raises(InvalidInput, match=r"trace\.jsonl"):
-        read_trace(path)
-    with pytest.raises(InvalidInput, match="cannot be read"):
-        read_trace(tmp_path / "absent.jsonl")
+        mix_in(path)
+    with pytest.raises(InvalidInput, match=r"no trace file .*absent\.jsonl"):
+        mix_in(tmp_path / "absent.jsonl")
 
 
 def test_many_lengths_are_taken_together_without_losing_a_token() -> None:
@@ -703,8 +712,8 @@ def test_many_lengths_are_taken_together_without_losing_a_token() -> None:
 
 @pytest.mark.skipif(not (SHARED / "traces").exists(), reason="the recorded traces are not beside the repository")
 def test_recorded_traces_are_read() -> None:
-    assert read_trace(SHARED / "traces" / "mooncake" / "conversation_trace.jsonl").num_requests == 12_031
-    assert read_trace(SHARED / "traces" / "azure" / "AzureLLMInferenceTrace_code.csv").num_requests == 8_819
+    assert mix_in(SHARED / "traces" / "mooncake" / "conversation_trace.jsonl").num_requests == 12_031
+    assert mix_in(SHARED / "traces" / "azure" / "AzureLLMInferenceTrace_code.csv").num_requests == 8_819
 
 
 def test_a_mix_counts_whole_pages() -> None:

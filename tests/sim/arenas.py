@@ -14,7 +14,7 @@ from quire.plan.budget import MemoryPlan
 from quire.prefix.reach import reach_of
 from quire.scheduler.step import Step
 from quire.sim.replay import Replay, ReplaySettings
-from quire.sim.tier_settings import SimulatedTiers
+from quire.sim.settings import SimulatedTiers
 from quire.sim.trace_request import TraceRequest
 from quire.spec.arena import ArenaLayout
 from quire.spec.group import GroupSpec, ReachSpec

@@ -16,7 +16,7 @@ from quire.loop.resizing import ResizingPart
 from quire.plan.budget import MemoryPlan
 from quire.prefix.reach import reach_of
 from quire.sim.replay import Replay, ReplaySettings
-from quire.sim.tier_settings import SimulatedTiers
+from quire.sim.settings import SimulatedTiers
 from quire.spec.arena import ArenaLayout
 from quire.spec.group import GroupSpec, ReachSpec
 from quire.spec.layout import DType, Field, PageLayout

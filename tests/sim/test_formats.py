@@ -190,6 +190,7 @@ def test_names_may_be_numbers(tmp_path: Path) -> None:
 
 TOKENS = {"prompt_token_ids": [1], "output_token_ids": [2], "timestamp": 0, "session": ""}
 TEXT = {"timestamp": 0, "input": "a", "output": "b"}
+LENGTHS = {"input_length": 5, "output_length": 6}
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
 WHEN = "2023-11-16 18:17:03"
 
@@ -223,6 +224,8 @@ WHEN = "2023-11-16 18:17:03"
         (AZURE, f"{WHEN},1,many", "many"),
         (AZURE, "yesterday,1,1", "yesterday"),
         (AZURE, f"{WHEN},{10**12},1", "at most"),
+        (LENGTHS, LENGTHS | {"input_length": 0}, "input_length"),
+        (LENGTHS, LENGTHS | {"output_length": 10**12}, "at most"),
         ({"prompt": "a"}, {"prompt": ""}, "no 'messages'"),
         ({"prompt": "a"}, {"prompt": "a", "timestamp": "soon"}, "timestamp"),
         ({"prompt": "a"}, {"prompt": "a", "max_tokens": -1}, "max_tokens"),

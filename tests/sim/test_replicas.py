@@ -11,9 +11,9 @@ import pytest
 from quire.plan.budget import MemoryPlan
 from quire.sim.replay import Replay, ReplaySettings
 from quire.sim.replicas import Replicas, ReplicasResult
-from quire.sim.routers import ROUTERS, ByEvents, ByPrefix, Fleet, shared_tokens
+from quire.sim.routers import ROUTERS, ByEvents, ByPrefix, shared_tokens
 from quire.sim.scripts import ScriptedRequest
-from quire.sim.tier_settings import SimulatedTiers
+from quire.sim.settings import Fleet, SimulatedTiers
 from quire.sim.trace import open_trace
 from quire.sim.trace_request import Planned, Trace, TraceRequest
 from quire.testing import small_plan
@@ -34,9 +34,9 @@ def plan_of(trace: Trace, pages: int = 400) -> MemoryPlan:
 
 
 def replicas_of(router: str, trace: Trace, num_engines: int = 3, pages: int = 400, **more: Any) -> Replicas:
-    fleet = {name: more.pop(name) for name in list(more) if name in Fleet.__dataclass_fields__}
+    fleet = {name: more.pop(name) for name in list(more) if name in Fleet.model_fields}
     settings = ReplaySettings(**{"check": "all", "chunk": 256} | more)
-    return Replicas(plan_of(trace, pages), COST, settings, Fleet(num_engines=num_engines, **fleet), router, trace)
+    return Replicas(plan_of(trace, pages), COST, settings, Fleet(num_replicas=num_engines, **fleet), router, trace)
 
 
 def run(router: str, trace: Trace, num_engines: int = 3, **more: Any) -> ReplicasResult:
@@ -161,7 +161,7 @@ def test_the_production_choice_reads_the_beginning() -> None:
     prompts = [np.concatenate((opening, user, end[:length])) for user in users for length in (1, 2)]
     talks = trace_of([TraceRequest(f"r{at}", each, end[:1]) for at, each in enumerate(prompts)])
     assert shared_tokens(talks) == 800 and shared_tokens(trace) == 0
-    router = ByPrefix(talks, Fleet(num_engines=2), 16)
+    router = ByPrefix(talks, Fleet(num_replicas=2), 16)
     keys = [router.key(ScriptedRequest(each, 0.0)) for each in talks]
     assert keys[0] == keys[1] != keys[2] == keys[3]
 

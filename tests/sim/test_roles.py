@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from quire.sim.peers import SimulatedLink
 from quire.sim.replay import ReplaySettings
 from quire.sim.roles import Roles, RolesResult
-from quire.sim.tier_settings import SimulatedTiers
+from quire.sim.settings import SimulatedLink, SimulatedTiers
 from quire.spec.speculation import SpeculativeConfig
 from quire.testing import small_plan
 from tests.changes import SIMULATOR, TRANSFER, slow_unless_changed
@@ -75,13 +74,13 @@ def test_engines_that_answer_draft(acceptance: float | None) -> None:
 @slow_unless_changed(*SIMULATOR, *TRANSFER)
 @pytest.mark.parametrize("failures", [0.3, 1.0])
 def test_a_failed_write_costs_time_and_no_token(failures: float) -> None:
-    whole, broken = run(1, 2), run(1, 2, failures=failures, seed=3)
+    whole, broken = run(1, 2), run(1, 2, link_failures=failures, failure_seed=3)
     assert broken.fallbacks["unsent"] > 0 and set(broken.fallbacks) == {"unsent"}
     assert broken.output_tokens == whole.output_tokens and broken.requests == whole.requests
     assert broken.received_tokens < whole.received_tokens
     if failures == 1.0:
         assert broken.received_tokens == broken.received_bytes == 0 and broken.fallbacks["unsent"] == broken.asks
-    other = run(1, 2, failures=failures, seed=4)
+    other = run(1, 2, link_failures=failures, failure_seed=4)
     assert (other.digest == broken.digest) == (failures == 1.0), "the seed decides which writes fail"
 
 
@@ -92,7 +91,7 @@ def test_a_failed_write_is_repeated_once() -> None:
     settings = ReplaySettings(check="all", chunk=64, tiers=tiers)
 
     def first_token(seed: int) -> tuple[float, bool]:
-        link = SimulatedLink(bandwidth=8e5, latency=0.0, least_tokens=8, failures=0.5, seed=seed)
+        link = SimulatedLink(link_rate=8e5, latency=0.0, least_tokens=8, link_failures=0.5, failure_seed=seed)
         result = Roles(plan, COST, settings, link, num_prefill=1, num_decode=1).run(requests([(33, 1)]))
         return round(result.ttft_s[0], 3), bool(result.fallbacks)
 
@@ -103,20 +102,20 @@ def test_a_failed_write_is_repeated_once() -> None:
 
 
 def test_a_slow_link_ends_at_the_deadline() -> None:
-    result = run(1, 1, bandwidth=1e3, seconds=0.05)
+    result = run(1, 1, link_rate=1e3, transfer_seconds=0.05)
     assert result.fallbacks["deadline"] > 0 and result.requests == len(TRACE)
 
 
 @slow_unless_changed(*SIMULATOR, *TRANSFER)
 def test_writes_that_outlive_their_asks_are_ended() -> None:
     """They wait on the link for longer than a prefill engine waits for writes of an ask that has ended."""
-    result = run(1, 1, bandwidth=1e5)
+    result = run(1, 1, link_rate=1e5)
     assert result.fallbacks["deadline"] > 0 and result.requests == len(TRACE)
 
 
 @slow_unless_changed(*SIMULATOR, *TRANSFER)
 def test_a_slower_link_makes_the_first_token_later() -> None:
-    first = [run(1, 1, bandwidth=bandwidth).ttft_s[0] for bandwidth in (1e12, 1e8, 2e7)]
+    first = [run(1, 1, link_rate=bandwidth).ttft_s[0] for bandwidth in (1e12, 1e8, 2e7)]
     assert first[0] < first[1] < first[2]
 
 
@@ -124,7 +123,7 @@ def test_one_prompt_takes_as_long_as_by_hand() -> None:
     """A prompt of 33 tokens in steps of 16: the whole pages, 32 tokens, are computed by the prefill engine."""
     plan = small_plan(96, 4, max_requests=8)
     tiers = SimulatedTiers(host_tokens=1600, record_bytes=(1000,), host_bandwidth=1e6)
-    link = SimulatedLink(bandwidth=8e5, latency=0.0, least_tokens=8)
+    link = SimulatedLink(link_rate=8e5, latency=0.0, least_tokens=8)
     result = Roles(
         plan, COST, ReplaySettings(check="all", chunk=16, tiers=tiers), link, num_prefill=1, num_decode=1
     ).run(requests([(33, 1)]))

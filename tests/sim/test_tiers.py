@@ -15,7 +15,7 @@ from quire.settings.fields import PrefetchPolicy, WritePolicy
 from quire.sim.pools import plain_pools
 from quire.sim.replay import Replay, ReplaySettings
 from quire.sim.result import ReplayResult
-from quire.sim.tier_settings import SimulatedTiers
+from quire.sim.settings import SimulatedTiers
 from quire.sim.tiers import SimulatedCopies, SimulatedStore, TierUse
 from quire.sim.trace import Trace, open_trace
 from quire.sim.workloads import WORKLOADS

@@ -14,6 +14,7 @@ from quire.errors import MoveFailed
 from quire.tiers.mover import CLOSED
 from quire.tiers.transfer import LANES, Endpoint, Lane, Transfer, Units
 from quire.tiers.virtual_mover import VirtualMover
+from tests.fuzz.choosing_mover import ChoosingMover
 from tests.tiers.array_copies import HEADER, ArrayCopies, ids, units
 from tests.tiers.scripted_store import WatchedStore
 
@@ -37,7 +38,7 @@ class World:
         self.now = 0.0
         self.copies, self.store = ArrayCopies(), store or WatchedStore(set())
         self.content = [self.copies.fill(group, ids(*range(17)), seed=group) for group in (0, 1)]
-        self.mover = VirtualMover(
+        self.mover = ChoosingMover(
             self.copies,
             self.store,
             lanes=MORE_LANES,
@@ -346,7 +347,7 @@ class VirtualMoverMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "mover"):
-            self.mover._choose = None  # no more choices can be drawn here
+            self.mover.choose = None  # no more choices can be drawn here
             self.collect(self.world.run())
             assert not self.under_way, "a move was lost"
             assert self.world.store.prepared == {}

@@ -141,7 +141,6 @@ def _gain(subject: PlannedModel, plan: Plan, request: PlanRequest) -> dict[str, 
 
 def _roles(subject: PlannedModel, settings: PlanSettings, request: PlanRequest, roles: PlanRoles) -> Report:
     from quire.cli.plan_table import roles_panel
-    from quire.cli.replay import parse_speed
     from quire.plan.roles import RoleLoad, plan_roles, sent_bytes
 
     if request.input_tokens is None or request.output_tokens is None:
@@ -166,7 +165,7 @@ def _roles(subject: PlannedModel, settings: PlanSettings, request: PlanRequest, 
         prefill_rate=prefill_rate,
         decode_rate=decode_rate,
         token_bytes=settings.parallel.tp * sent_bytes(found.memory, request.input_tokens) / request.input_tokens,
-        link_rate=parse_speed(roles.link),
+        link_rate=roles.link_rate,
         cached=roles.cached,
     )
     data = {"model": subject.name, "load": asdict(load)} | asdict(plan_roles(load))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import InvalidInput
@@ -34,7 +33,7 @@ class PlanRequest(TenantFields, HostFields, BusFields, CostFields, RankFields, L
     state_dtype: str | None = setting(None, "Element type of recurrent states.", group=MEMORY, otherwise="float32")
     input_tokens: Tokens | None = setting(None, "Tokens of an expected prompt.", group=_LOAD)
     output_tokens: Tokens | None = setting(None, "Tokens of an expected answer.", group=_LOAD)
-    trace: Path | None = setting(None, "Expected requests, from a trace: JSON lines or CSV.", group=_LOAD)
+    trace: str | None = setting(None, "Expected requests: what `quire replay` takes as a trace.", group=_LOAD)
     pp: int | None = setting(None, "Pipeline stages.", group=_RANKS, otherwise="1")
     pp_layers: str | None = setting(None, "Layers of each stage: 20,20,24.", group=_RANKS)
     dp: int = setting(1, "Attention groups among the tp ranks.", group=_RANKS)
@@ -92,7 +91,7 @@ class PlanRequest(TenantFields, HostFields, BusFields, CostFields, RankFields, L
         )
 
     def _mix(self) -> Mix | None:
-        from quire.plan.mix import read_trace, uniform
+        from quire.plan.mix import mix_of, uniform
 
         lengths = [tokens for tokens in (self.input_tokens, self.output_tokens) if tokens is not None]
         if self.trace is not None:
@@ -100,7 +99,10 @@ class PlanRequest(TenantFields, HostFields, BusFields, CostFields, RankFields, L
                 raise InvalidInput(
                     "a trace has lengths of its own.", fix="give --trace, or --input-tokens and --output-tokens."
                 )
-            return read_trace(self.trace)
+            from quire.sim.trace import open_trace
+
+            trace = open_trace(self.trace)
+            return mix_of(map(sum, trace.lengths), f"{len(trace):,} requests of {trace.name}")
         return uniform(sum(lengths), f"requests of {sum(lengths):,} tokens") if lengths else None
 
     def _parallel(self) -> Parallelism:

@@ -17,22 +17,19 @@ from quire.settings.fields import (
     ArenaFields,
     CostFields,
     HiSparseFields,
-    LinkFields,
     RankFields,
     StepFields,
     TenantFields,
-    TransferFields,
     WorthFields,
 )
-from quire.settings.setting import Settings, parse_bytes, setting
-from quire.sim.tier_settings import SimulatedTiers
+from quire.settings.setting import setting
+from quire.sim.settings import Fleet, SimulatedLink, SimulatedTiers
 
 if TYPE_CHECKING:
     from quire.sim.comparison import Grid
     from quire.sim.trace_request import Trace
 
-_CACHE, _ENGINE, _TIERS, _ROLES, _REPLICAS = "Cache", "Engine", "Below the device", "Roles", "Engines behind a router"
-_HISPARSE = "Latents in host memory"
+_CACHE, _ENGINE, _HISPARSE = "Cache", "Engine", "Latents in host memory"
 
 
 class ReplayedCache(WorthFields):
@@ -99,41 +96,23 @@ class ReplayedHiSparse(HiSparseFields):
     )
 
 
-class ReplayedRoles(TransferFields, LinkFields):
+class ReplayedRoles(SimulatedLink):
     """Engines that compute prompts for others, beside as many engines that do everything."""
-
-    GROUP: ClassVar[str] = _ROLES
 
     num_prefill: int | None = setting(
         None, "Engines that compute prompts for others.", option="--prefill", otherwise="0", ge=1
     )
     num_decode: int | None = setting(None, "Engines that answer requests.", option="--decode", otherwise="1", ge=1)
-    link_failures: float = setting(
-        0.0, "The chance of a write, of 8 MiB at most, to fail; drawn from --seed.", ge=0, le=1
-    )
 
 
-class ReplayedReplicas(Settings):
+class ReplayedFleet(Fleet):
     """Engines behind a router, with each of several routers."""
 
-    GROUP: ClassVar[str] = _REPLICAS
-
-    num_replicas: int | None = setting(None, "Engines behind a router.", option="--replicas", otherwise="1", ge=1)
     routers: str | None = setting(
         None,
         "How a request finds its engine, to compare: round-robin,least-loaded,prefix,events.",
         option="--router",
         otherwise="all four",
-    )
-    event_delay: float = setting(0.0, "Seconds until the router is told what an engine has stored and removed.", ge=0)
-    event_loss: float = setting(
-        0.0, "The chance of a message with such events to be lost; drawn from --seed.", ge=0, lt=1
-    )
-    restart_every: float | None = setting(
-        None, "Each so many seconds the next engine in turn restarts, and its cache is empty.", otherwise="never", gt=0
-    )
-    flush_every: float | None = setting(
-        None, "Each so many seconds all caches are flushed, as new weights do it.", otherwise="never", gt=0
     )
 
 
@@ -152,7 +131,7 @@ def replay(
     tiers: SimulatedTiers,
     hisparse: ReplayedHiSparse,
     roles: ReplayedRoles,
-    replicas: ReplayedReplicas,
+    fleet: ReplayedFleet,
 ) -> Report:
     """Replay a trace through the cache and the scheduler of the engine, on a simulated device.
 
@@ -179,8 +158,8 @@ def replay(
 
     grid = grid_of(cache, engine, tiers, hisparse)
     trace = open_trace(output.replayed, limit=cache.limit, seed=cache.trace_seed)
-    if replicas != ReplayedReplicas():
-        return _replicas(trace, grid, cache, roles, replicas)
+    if fleet != ReplayedFleet():
+        return _replicas(trace, grid, cache, roles, fleet)
     if roles != ReplayedRoles():
         return _roles(trace, grid, cache, roles)
     with progress_bar(len(trace)) as progress:
@@ -195,7 +174,6 @@ def _roles(trace: Trace, grid: Grid, cache: ReplayedCache, roles: ReplayedRoles)
     from quire.cli.replay_table import progress_bar, roles_table
     from quire.prefix.evict import DEFAULT_POLICY
     from quire.sim.comparison import replay_roles
-    from quire.sim.peers import SimulatedLink
 
     if grid.hisparse:
         raise InvalidInput("--hisparse: not yet with roles.", fix="leave --prefill and --decode out.")
@@ -203,12 +181,7 @@ def _roles(trace: Trace, grid: Grid, cache: ReplayedCache, roles: ReplayedRoles)
         raise InvalidInput("no engine computes prompts for others.", fix="add --prefill 1, or leave --decode out.")
     if cache.policies is None:
         grid = replace(grid, policies=[DEFAULT_POLICY])
-    link = SimulatedLink(
-        bandwidth=parse_speed(roles.link),
-        failures=roles.link_failures,
-        seconds=roles.transfer_seconds,
-        seed=cache.trace_seed,
-    )
+    link = roles.changed(failure_seed=cache.trace_seed)
     with progress_bar(len(trace)) as progress:
         apart, same = replay_roles(trace, grid, link, roles.num_prefill, roles.num_decode or 1, progress)
     both = (apart, same)
@@ -217,45 +190,27 @@ def _roles(trace: Trace, grid: Grid, cache: ReplayedCache, roles: ReplayedRoles)
     )
 
 
-def _replicas(
-    trace: Trace, grid: Grid, cache: ReplayedCache, roles: ReplayedRoles, replicas: ReplayedReplicas
-) -> Report:
+def _replicas(trace: Trace, grid: Grid, cache: ReplayedCache, roles: ReplayedRoles, fleet: ReplayedFleet) -> Report:
     """Engines behind each router."""
     from quire.cli.replay_pictures import engines_pictures
     from quire.cli.replay_table import progress_bar, replicas_table
     from quire.prefix.evict import DEFAULT_POLICY
     from quire.sim.comparison import replay_replicas
-    from quire.sim.routers import ROUTERS, Fleet
+    from quire.sim.routers import ROUTERS
 
-    if replicas.num_replicas is None:
+    if fleet.num_replicas == 1:
         raise InvalidInput("there is no router in front of one engine.", fix="add --replicas 4, say.")
     if grid.hisparse or roles != ReplayedRoles():
         raise InvalidInput("--replicas: not yet with roles or hot buffers.", fix="leave --prefill and --hisparse out.")
-    names = list(dict.fromkeys(each.strip() for each in (replicas.routers or ",".join(ROUTERS)).split(",")))
+    names = list(dict.fromkeys(each.strip() for each in (fleet.routers or ",".join(ROUTERS)).split(",")))
     if unknown := [name for name in names if name not in ROUTERS]:
         raise InvalidInput(f"there is no router '{unknown[0]}'.", fix=f"use some of {','.join(ROUTERS)}.")
     if cache.policies is None:
         grid = replace(grid, policies=[DEFAULT_POLICY])
-    fleet = Fleet(
-        num_engines=replicas.num_replicas,
-        event_delay=replicas.event_delay,
-        event_loss=replicas.event_loss,
-        restart_every=replicas.restart_every,
-        flush_every=replicas.flush_every,
-        seed=cache.trace_seed,
-    )
     with progress_bar(len(trace)) as progress:
-        found = replay_replicas(trace, grid, fleet, names, progress)
+        found = replay_replicas(trace, grid, fleet.changed(loss_seed=cache.trace_seed), names, progress)
     data = [each.as_dict() for each in found]
     return Report(data, lambda: replicas_table(trace, found), pictures=lambda: engines_pictures(found))
-
-
-def parse_speed(text: str) -> int:
-    """Bytes per second of a speed such as `10GB/s`. Raises InvalidInput."""
-    size, per, second = text.replace(" ", "").partition("/")
-    if per and second != "s":
-        raise InvalidInput(f"'{text}' is no speed.", fix="write --link 10GB/s.")
-    return parse_bytes(size)
 
 
 def _names() -> Report:

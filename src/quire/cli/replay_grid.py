@@ -23,7 +23,7 @@ from quire.sim.hisparse import SimulatedHiSparse
 from quire.sim.pools import PLAIN, read_pool_sizes
 from quire.sim.replay import ReplaySettings
 from quire.sim.selections import Selections
-from quire.sim.tier_settings import SimulatedTiers
+from quire.sim.settings import SimulatedTiers
 from quire.spec.config_reader import ConfigReader
 from quire.spec.record_size import HEADER_BYTES
 from quire.spec.speculation import SpeculativeConfig

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import csv
-import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import islice
-from pathlib import Path
-from typing import Any
 
 from quire.errors import InvalidInput
 from quire.spec.pages import pages_for
 
 _MOST_LENGTHS = 1024
-_LONGEST = 2**40  # tokens
-_INPUT_NAMES = ("input_length", "input_len", "input_tokens", "prompt_tokens", "num_prompt_tokens", "ContextTokens")
-_OUTPUT_NAMES = (
-    "output_length",
-    "output_len",
-    "output_tokens",
-    "completion_tokens",
-    "num_output_tokens",
-    "GeneratedTokens",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,43 +79,3 @@ def _together(counts: Sequence[tuple[int, int]]) -> tuple[int, int]:
 def uniform(length: int, source: str) -> Mix:
     """Requests of one length."""
     return Mix(((length, 1),), source)
-
-
-def read_trace(path: Path, limit: int = 1_000_000) -> Mix:
-    """The mix of a recorded trace, one request per line: JSON objects or CSV with a header.
-
-    Lengths are read from fields such as `input_length` and `output_length`; at most `limit` lines are read. Raises
-    InvalidInput if the file cannot be read or names no lengths.
-    """
-    try:
-        lengths = list(islice(_lengths(path), limit))
-    except (OSError, ValueError, TypeError, OverflowError, RecursionError, csv.Error) as error:
-        raise InvalidInput(
-            f"the trace {path} cannot be read: {error}.", fix="give a JSON-lines or CSV file."
-        ) from error
-    if not lengths:
-        raise InvalidInput(
-            f"the trace {path} names no request lengths.",
-            fix=f"give lines with {_INPUT_NAMES[0]} and {_OUTPUT_NAMES[0]}.",
-        )
-    return mix_of(lengths, f"{'the first ' if len(lengths) == limit else ''}{len(lengths):,} requests of {path.name}")
-
-
-def _lengths(path: Path) -> Iterator[int]:
-    with path.open(encoding="utf-8", newline="") as file:
-        rows: Iterator[Any] = (
-            csv.DictReader(file) if path.suffix == ".csv" else map(json.loads, filter(str.strip, file))
-        )
-        for number, row in enumerate(rows, start=1):
-            if not isinstance(row, dict):
-                raise ValueError(f"line {number} holds a {type(row).__name__}, not an object")
-            prompt, output = _field(row, _INPUT_NAMES), _field(row, _OUTPUT_NAMES)
-            if min(prompt, output) < 0 or prompt + output > _LONGEST:
-                raise ValueError(f"line {number} has a request of {prompt} and {output} tokens")
-            if prompt + output:
-                yield prompt + output
-
-
-def _field(row: dict[str, Any], names: Sequence[str]) -> int:
-    value = next((row[name] for name in names if row.get(name) is not None), 0)
-    return int(float(value))

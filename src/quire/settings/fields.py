@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, InstanceOf, field_validator, model_validator
 
 from quire.errors import InvalidInput
-from quire.settings.setting import Bytes, Settings, Tokens, setting
+from quire.settings.setting import Bytes, Settings, Speed, Tokens, setting
 from quire.spec.hisparse import HiSparseConfig
 from quire.spec.speculation import SpeculativeConfig
 
@@ -322,4 +322,4 @@ class LinkFields(Settings):
 
     GROUP: ClassVar[str] = TRANSFER
 
-    link: str = setting("10GB/s", "Speed of each engine's link.", metavar="SPEED")
+    link_rate: Speed = setting(10**10, "Speed of each engine's link.", option="--link", otherwise="10GB/s")

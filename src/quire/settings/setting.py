@@ -44,6 +44,14 @@ def parse_tokens(text: str | int) -> int:
     return _parse(text, _TOKENS, "a number of tokens", "write a number such as 32768 or 32k.")
 
 
+def parse_speed(text: str | int) -> int:
+    """Bytes per second of a speed such as `10GB/s`. Raises InvalidInput."""
+    size, per, second = str(text).replace(" ", "").partition("/")
+    if per and second != "s":
+        raise InvalidInput(f"'{text}' is no speed.", fix="write it as 10GB/s.")
+    return parse_bytes(size)
+
+
 def _parse(text: str | int, units: Mapping[str, int], what: str, fix: str) -> int:
     if isinstance(text, int) and not isinstance(text, bool):
         found = text
@@ -62,6 +70,9 @@ Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 
 Tokens = Annotated[int, BeforeValidator(parse_tokens)]
 """A number of tokens, also as text: `32k`."""
+
+Speed = Annotated[int, BeforeValidator(parse_speed)]
+"""Bytes per second, also as text: `10GB/s`."""
 
 _METAVARS = {int: "N", float: "NUMBER", Path: "PATH"}
 
@@ -229,7 +240,7 @@ def metavar_of(model: type[Settings], field: str) -> str:
     inner = [kind for kind in get_args(found.annotation) if get_origin(kind) is Annotated]
     rules = [*found.metadata, *(rule for kind in inner for rule in kind.__metadata__)]
     parsers = [rule.func for rule in rules if isinstance(rule, BeforeValidator)]
-    by_parser = {parse_bytes: "SIZE", parse_tokens: "TOKENS"}
+    by_parser = {parse_bytes: "SIZE", parse_tokens: "TOKENS", parse_speed: "SPEED"}
     named = next((by_parser[parser] for parser in parsers if parser in by_parser), "")
     return str(shown_of(model, field)["metavar"]) or named or _METAVARS.get(kind_of(found), "TEXT")
 

@@ -13,14 +13,12 @@ from quire.plan.budget import MemoryPlan
 from quire.plan.step_cost import CostModel
 from quire.sim.hisparse import SimulatedHiSparse
 from quire.sim.hit_bounds import HitBounds
-from quire.sim.peers import SimulatedLink
 from quire.sim.pools import PLAIN, model_pools, plain_pools
 from quire.sim.replay import Replay, ReplaySettings
 from quire.sim.replicas import Replicas, ReplicasResult
 from quire.sim.result import ReplayResult
 from quire.sim.roles import Roles, RolesResult
-from quire.sim.routers import Fleet
-from quire.sim.tier_settings import SimulatedTiers
+from quire.sim.settings import Fleet, SimulatedLink, SimulatedTiers
 from quire.sim.trace_request import Trace
 from quire.spec.hisparse import HiSparseConfig
 from quire.spec.model import ModelSpec
@@ -131,7 +129,7 @@ def replay_replicas(
     settings = replace(grid.settings, policy=grid.policies[0], tiers=tiers)
     found = []
     for router in routers:
-        what = f"{fleet.num_engines} engines, {router}"
+        what = f"{fleet.num_replicas} engines, {router}"
         progress(what, 0)
         replicas = Replicas(plan, model.cost(plan), settings, fleet, router, trace, progress=partial(progress, what))
         found.append(replicas.run())

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -18,6 +17,7 @@ from quire.sim.arrivals import Inbox
 from quire.sim.clock import VirtualClock
 from quire.sim.replay import Replay
 from quire.sim.scripts import ScriptedRequest
+from quire.sim.settings import SimulatedLink
 from quire.sim.tiers import SimulatedCopies
 from quire.sim.trace_request import TraceRequest
 from quire.spec.events import Namespace
@@ -30,20 +30,6 @@ from quire.transfer.messages import Answer, Request, Send
 from quire.transfer.prefill import PrefillSide
 
 _ONE_TOKEN: Ids = np.zeros(1, dtype=np.int32)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatedLink:
-    """How pages and messages travel: bytes per second out of each prefill engine and into each decode engine, seconds
-    that a message takes, and the chance of a write to fail, drawn from `seed`. A request waits at most `seconds`.
-    Prompts that lack fewer than `least_tokens` are computed by the decode engine."""
-
-    bandwidth: float = 10e9
-    latency: float = 2e-4
-    failures: float = 0.0
-    seconds: float = 30.0
-    least_tokens: int = 128
-    seed: int = 0
 
 
 class Wires:
@@ -75,7 +61,7 @@ class VirtualConnector(Connector):
         self._open: dict[int, Spans] = {}  # key: tag
         self._free_at = 0.0
         self._writes: dict[str, list[tuple[float, Write, Callable[[], str]]]] = {}  # key: peer; end, and what it does
-        self._chances = np.random.default_rng([wires.link.seed, len(name), *name.encode()])
+        self._chances = np.random.default_rng([wires.link.failure_seed, len(name), *name.encode()])
         wires.connectors[name] = self
 
     @property
@@ -102,8 +88,8 @@ class VirtualConnector(Connector):
         """Begin a write, which ends when `settle` is called at its time or later."""
         link, there = self._wires.link, self._wires.connectors[peer]
         begins = max(self._clock.now, self._free_at, there._free_at)
-        self._free_at = there._free_at = begins + int(spans[:, 1].sum()) / link.bandwidth
-        fails = self._chances.random() < link.failures
+        self._free_at = there._free_at = begins + int(spans[:, 1].sum()) / link.link_rate
+        fails = self._chances.random() < link.link_failures
         write = Write()
         to_peer = self._writes.setdefault(peer, [])
         to_peer.append((self._free_at, write, lambda: "link" if fails else there._land(tag, spans, self)))
@@ -218,7 +204,7 @@ class DecodePeers(PrefillPeers):
             self._wires.sender(self.name, clock),
             num_groups=len(tiers.hosts),
             page_size=replay.cache.page_size,
-            seconds=link.seconds,
+            seconds=link.transfer_seconds,
             least_tokens=link.least_tokens,
             clock=lambda: clock.now,
             warn=lambda text: None,

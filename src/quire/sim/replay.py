@@ -32,8 +32,8 @@ from quire.sim.hisparse import SimulatedHiSparse, virtual_buffers
 from quire.sim.recorder import Recorder
 from quire.sim.result import ReplayResult, percentiles
 from quire.sim.scripts import ScriptedRequest, ending_of
+from quire.sim.settings import SimulatedTiers
 from quire.sim.speculation import simulated_drafts
-from quire.sim.tier_settings import SimulatedTiers
 from quire.sim.tiers import lower_tiers
 from quire.sim.trace_request import TraceRequest
 from quire.tiers.prefill import PrefillPeers

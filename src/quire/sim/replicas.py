@@ -16,8 +16,9 @@ from quire.routing.upstream import Upstream
 from quire.sim.arrivals import Arrivals, Inbox
 from quire.sim.replay import Replay, ReplaySettings
 from quire.sim.result import first_token_times, percentiles
-from quire.sim.routers import ROUTERS, Behind, Fleet
+from quire.sim.routers import ROUTERS, Behind
 from quire.sim.scripts import ScriptedRequest
+from quire.sim.settings import Fleet
 from quire.sim.together import turns
 from quire.sim.trace_request import Trace
 
@@ -94,12 +95,12 @@ class Replicas:
         self._arrivals = Arrivals(trace)
         self._behind = [
             Behind(Upstream(name=f"engine-{at}", role="engine", url="", failing_since_s=None))
-            for at in range(fleet.num_engines)
+            for at in range(fleet.num_replicas)
         ]
         self._places: dict[str, int] = {}  # key: a request that has not ended
         self._ends: Inbox[str] = Inbox()
         self._num_begun = self._num_ended = self._num_restarts = self._num_flushes = 0
-        self.engines = [Replay(plan, cost, settings, parts=self.router.parts(at)) for at in range(fleet.num_engines)]
+        self.engines = [Replay(plan, cost, settings, parts=self.router.parts(at)) for at in range(fleet.num_replicas)]
         self._inboxes = [_Share(self._arrivals, self._ended) for _ in self.engines]
         for engine, inbox in zip(self.engines, self._inboxes, strict=True):
             engine.begin(inbox)

@@ -16,10 +16,11 @@ import numpy as np
 from quire.plan.budget import MemoryPlan
 from quire.plan.step_cost import CostModel
 from quire.sim.arrivals import Arrivals, Inbox
-from quire.sim.peers import DecodePeers, PrefillEngine, SimulatedLink, Wires
+from quire.sim.peers import DecodePeers, PrefillEngine, Wires
 from quire.sim.replay import Replay, ReplaySettings
 from quire.sim.result import first_token_times, percentiles
 from quire.sim.scripts import ScriptedRequest
+from quire.sim.settings import SimulatedLink
 from quire.sim.speculation import drafts_of
 from quire.sim.together import turns
 from quire.sim.trace_request import TraceRequest

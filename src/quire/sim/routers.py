@@ -18,25 +18,12 @@ from quire.routing.upstream import Upstream, preference_of, preferred
 from quire.sim.arrivals import Inbox
 from quire.sim.replay import Replay
 from quire.sim.scripts import ScriptedRequest
+from quire.sim.settings import Fleet
 from quire.sim.trace_request import Trace
 from quire.spec.events import AllCleared, CacheEvent
 
 _BEAT_S = 1.0  # after a batch was lost, a message without events shows the gap, as one of the real publisher does
 _LONGEST = 512  # tokens of a message: more than a router reads of it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fleet:
-    """Engines behind a router. Their events arrive after `event_delay` seconds, or are lost with a chance of
-    `event_loss`, drawn from `seed`. Each `restart_every` seconds the next engine in turn loses its cache, and each
-    `flush_every` all of them do; None: never."""
-
-    num_engines: int
-    event_delay: float = 0.0
-    event_loss: float = 0.0
-    restart_every: float | None = None
-    flush_every: float | None = None
-    seed: int = 0
 
 
 @dataclass(slots=True)
@@ -229,9 +216,9 @@ class ByEvents(RequestRouter):
 
     def __init__(self, trace: Trace, fleet: Fleet, page_size: int) -> None:
         super().__init__(trace, fleet, page_size)
-        self.index = PageIndex(fleet.num_engines, page_size)
+        self.index = PageIndex(fleet.num_replicas, page_size)
         self.wire = EventWire(
-            self.index, fleet.num_engines, delay=fleet.event_delay, loss=fleet.event_loss, seed=fleet.seed
+            self.index, fleet.num_replicas, delay=fleet.event_delay, loss=fleet.event_loss, seed=fleet.loss_seed
         )
         self._load_cost = 0.0
 

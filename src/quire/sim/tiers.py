@@ -19,7 +19,7 @@ from quire.plan.budget import MemoryPlan
 from quire.plan.step_cost import CostModel
 from quire.sim.clock import VirtualClock
 from quire.sim.device import Frames
-from quire.sim.tier_settings import SimulatedTiers
+from quire.sim.settings import SimulatedTiers
 from quire.sim.trace_request import Hashes
 from quire.spec.ids import Ids
 from quire.spec.record_size import HEADER_BYTES

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from quire.errors import InvalidInput
-from quire.sim.formats.published import AZURE, LMCACHE_AGENT, MOONCAKE, RAGPULSE, RAGPULSE_TRACE
+from quire.sim.formats.published import AZURE, LENGTHS, LMCACHE_AGENT, MOONCAKE, RAGPULSE, RAGPULSE_TRACE
 from quire.sim.formats.request_log import REQUEST_LOG
 from quire.sim.formats.token_trace import TOKEN_TRACE, write_trace
 from quire.sim.formats.trace_format import TraceFormat, fields_of, lines
@@ -15,7 +15,7 @@ from quire.sim.workloads import WORKLOADS, is_workload, make_workload
 
 __all__ = ["FORMATS", "Trace", "TraceRequest", "open_trace", "write_trace"]
 
-FORMATS = (TOKEN_TRACE, MOONCAKE, LMCACHE_AGENT, RAGPULSE, AZURE, REQUEST_LOG)
+FORMATS = (TOKEN_TRACE, MOONCAKE, LMCACHE_AGENT, RAGPULSE, AZURE, REQUEST_LOG, LENGTHS)
 
 
 def open_trace(source: str, *, limit: int | None = None, seed: int = 0, tokenize: Tokenize = utf8_bytes) -> Trace:

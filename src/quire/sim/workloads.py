@@ -85,22 +85,26 @@ class GeneratedChat:
     said: list[Text]
     arrival: float
     namespace: Namespace = Namespace()  # noqa: RUF009 - a frozen value
+    after: str = ""
     num_turns: int = 0
 
     def turn(self, user: Text, output_tokens: int, *, think: float = 0.0) -> None:
         """Add the next turn. It arrives `think` seconds after the one before has finished; the first has no wait."""
-        self.said.append(user)
-        output = self.load.text(output_tokens)
-        fields: dict[str, Any] = {"session": self.session, "namespace": self.namespace}
-        if self.num_turns:
-            fields |= {"after": f"{self.session}.{self.num_turns - 1}", "think": round(think, 6)}
-        else:
-            think = 0.0
-        request_id = f"{self.session}.{self.num_turns}"
-        self.load.add(self.said, output, self.arrival + think, request_id=request_id, **fields)
+        think = think if self.num_turns else 0.0
+        self.add(user, [self.load.text(output_tokens)], self.arrival + think, think)
         self.arrival += think + output_tokens * NOMINAL_STEP_S
-        self.said.append(output)
+
+    def add(self, user: Text, output: Sequence[Text], arrival: float, think: float, **fields: Any) -> None:
+        """Add a turn. `fields` are others of a `TraceRequest`."""
+        self.said.append(user)
+        request_id = f"{self.session}.{self.num_turns}"
+        if self.after:
+            fields |= {"after": self.after, "think": round(think, 6)}
+        fields |= {"session": self.session, "namespace": self.namespace}
+        self.load.add(self.said, output[0], arrival, *output[1:], request_id=request_id, **fields)
+        self.said += output
         self.num_turns += 1
+        self.after = request_id
 
 
 # -- conversations: each prompt repeats the earlier turns
@@ -371,17 +375,11 @@ CALL_ENDS, ANSWER_ENDS = Text(("end of a call",), 2), Text(("end of an answer",)
 token is never computed, so policies see the one before."""
 
 
-@dataclass(slots=True)
-class _Agent:
-    """A session or a sub-agent: what was `said` so far, and when its next turn may arrive."""
+@dataclass(slots=True, kw_only=True)
+class _Agent(GeneratedChat):
+    """A session or a sub-agent. Its opening is `said` again after a summary."""
 
-    load: Workload
-    session: str
     opening: list[Text]
-    said: list[Text]
-    arrival: float
-    after: str = ""
-    num_turns: int = 0
     num_branches: int = 0
     think: float = 0.0
     length: int = field(init=False)
@@ -389,28 +387,13 @@ class _Agent:
     def __post_init__(self) -> None:
         self.length = sum(text.length for text in self.said)
 
-    def turn(self, appended: Text, output_tokens: int, *, calls: bool) -> None:
+    def act(self, appended: Text, output_tokens: int, *, calls: bool) -> None:
         """Add the next turn, and draw how long the one after it takes to arrive: a tool's time or a person's."""
-        self.said.append(appended)
         end = CALL_ENDS if calls else ANSWER_ENDS
-        output = self.load.text(output_tokens - end.length)
-        request_id = f"{self.session}.{self.num_turns}"
-        fields: dict[str, Any] = {"after": self.after, "think": round(self.think, 6)} if self.after else {}
-        self.load.add(
-            self.said,
-            output,
-            self.arrival,
-            end,
-            request_id=request_id,
-            session=self.session,
-            calls_tool=calls,
-            **fields,
-        )
-        self.said += [output, end]
+        output = (self.load.text(output_tokens - end.length), end)
+        self.add(appended, output, self.arrival, self.think, calls_tool=calls)
         self.length += appended.length + output_tokens
-        self.num_turns += 1
         self.think = self.load.spread(*(TOOL_S if calls else PERSON_S))
-        self.after = request_id
         self.arrival += output_tokens * NOMINAL_STEP_S + self.think
 
     def wait_for(self, other: _Agent) -> None:
@@ -422,7 +405,7 @@ class _Agent:
     def summarise(self) -> None:
         """Ask for a summary of everything, and go on with the opening, the summary and the last words only."""
         last = self.said[-3:]
-        self.turn(self.load.text(200, 400), self.load.between(*SUMMARY), calls=True)
+        self.act(self.load.text(200, 400), self.load.between(*SUMMARY), calls=True)
         self.said = [*self.opening, *self.said[-2:], *last]
         self.length = sum(text.length for text in self.said)
 
@@ -433,11 +416,11 @@ class _Agent:
             self.num_branches += 1
             forks = self.load.random.random() < FORKS
             said = list(self.said) if forks else [prompt, *self.opening[1:]]
-            sub = _Agent(self.load, f"{self.session}/{self.num_branches}", said, list(said), self.arrival, self.after)
-            sub.think = self.think
+            name = f"{self.session}/{self.num_branches}"
+            sub = _Agent(self.load, name, list(said), self.arrival, after=self.after, opening=said, think=self.think)
             turns = self.load.between(3, 12)
             for at in range(turns):
-                sub.turn(self.load.text(_appended(self.load)), self.load.between(30, 300), calls=at < turns - 1)
+                sub.act(self.load.text(_appended(self.load)), self.load.between(30, 300), calls=at < turns - 1)
             started.append(sub)
         self.wait_for(max(started, key=lambda sub: sub.arrival - sub.think))
 
@@ -452,7 +435,7 @@ def agent_sessions(
     for number, arrival in load.arrivals(sessions, rate):
         prompt, sub_prompt = load.popular(prompts)
         opening = [prompt, load.popular(about)]
-        agent = _Agent(load, f"s{number}", opening, list(opening), arrival)
+        agent = _Agent(load, f"s{number}", list(opening), arrival, opening=opening)
         most = load.between(context // 2, context)
         abandoned = load.random.random() < ABANDONED
         turns = load.between(*TURNS)
@@ -460,7 +443,7 @@ def agent_sessions(
             if agent.length > most:
                 agent.summarise()
             calls = abandoned if at == turns - 1 else load.random.random() < CALLS
-            agent.turn(load.text(_appended(load)), load.between(*((30, 300) if calls else (150, 1200))), calls=calls)
+            agent.act(load.text(_appended(load)), load.between(*((30, 300) if calls else (150, 1200))), calls=calls)
             if calls and at < turns - 1 and load.random.random() < BRANCHES:
                 agent.branch(sub_prompt)
 

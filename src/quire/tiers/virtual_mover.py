@@ -21,9 +21,6 @@ class VirtualMover(Mover):
 
     `pass_until(time)`, if given, advances the clock to that time or later; the mover calls it to wait. Without it, a
     transfer that must be complete at once ends early, but its lane stays busy for the full time.
-
-    With `choose`, which returns a number below its argument, due transfers end in the order that it picks, and some
-    only at a later call. That is as between lanes of a real machine; one queue keeps its order.
     """
 
     def __init__(
@@ -35,7 +32,6 @@ class VirtualMover(Mover):
         bandwidths: Mapping[Lane, float],
         latency: Mapping[Lane, float],
         lanes: Sequence[Lane] = LANES,
-        choose: Callable[[int], int] | None = None,
         most_bytes: Mapping[Lane, int] | None = None,
         pass_until: Callable[[float], None] | None = None,
     ) -> None:
@@ -45,7 +41,6 @@ class VirtualMover(Mover):
         self._pass_until = pass_until
         self._bandwidths = bandwidths
         self._latency = latency
-        self._choose = choose
         self._queues: dict[Lane | Endpoint, deque[_Queued]] = {lane.queue: deque() for lane in lanes}
         self._closed = False
 
@@ -63,17 +58,17 @@ class VirtualMover(Mover):
     def finished(self) -> list[Transfer]:
         now = self._seconds()
         while due := [queue for queue in self._queues.values() if queue and self._end_of(queue[0], now) <= now]:
-            if self._choose is None:
-                queue = min(due, key=lambda queue: queue[0].end)
-            else:
-                picked = self._choose(len(due) + 1)
-                if picked == len(due):
-                    break
-                queue = due[picked]
+            queue = self._next(due)
+            if queue is None:
+                break
             self._finish(queue)
         for transfer in self._overdue(now):
             self._expire(transfer)
         return self._hand_back()
+
+    def _next(self, due: Sequence[deque[_Queued]]) -> deque[_Queued] | None:
+        """The queue whose first transfer ends next, if one may."""
+        return min(due, key=lambda queue: queue[0].end)
 
     def wait(self, seconds: float) -> bool:
         """Without `pass_until`, a caller without other work advances the clock to `next_end`."""
@@ -157,8 +152,6 @@ class VirtualMover(Mover):
         its frames, until its own end."""
         queue = self._queues[transfer.lane.queue]
         queued = next(queued for queued in queue if queued.transfer is transfer)
-        if queued.begun and queued.end <= transfer.expires_at:
-            return  # the fetch ended in time, and `choose` did not pick the request yet
         self._has_news = True
         transfer.expire()
         if queued.begun:

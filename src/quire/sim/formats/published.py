@@ -1,4 +1,4 @@
-"""Formats of published traces: Mooncake, LMCache agents, RAGPulse and Azure.
+"""Formats of published traces: Mooncake, LMCache agents, RAGPulse and Azure; and lengths alone.
 
 Mooncake names the blocks of 512 tokens of a prompt; a line has its time in milliseconds. An id represents a block and
 everything before it, so equal ids are equal prefixes. The last block of a prompt may be cut short.
@@ -17,10 +17,12 @@ tokens that the prompt template adds between chunks (`input_length` counts them)
     0_trace.jsonl      {"timestamp": "82", "output_length": 192, "hash_ids": {"sys_prompt": [8302, ...], ...}, ...}
     1_sys_prompt.jsonl {"sys_prompt_id": 8302, "token_length": 512}        and so on for the other kinds of chunks
 
-Azure's traces have dates and lengths only, so no two requests share anything:
+Azure's traces have dates and lengths only, so no two requests share anything; so have lines of JSON:
 
     TIMESTAMP,ContextTokens,GeneratedTokens
     2023-11-16 18:17:03.9799600,4808,10
+
+    {"input_length": 4808, "output_length": 10, "timestamp": 0}
 
 If only the length of an output is known, it is unlike any other text.
 """
@@ -138,6 +140,20 @@ def _read_azure(text: bytes, number: int) -> Draft:
     arrival, prompt_tokens, output_tokens = iso_seconds(columns[0]), int(columns[1]), int(columns[2])
     if prompt_tokens < 1 or output_tokens < 0:
         raise ValueError(f"{prompt_tokens} prompt and {output_tokens} output tokens are no request")
+    return _unshared(number, prompt_tokens, output_tokens, arrival)
+
+
+class _LengthsRow(msgspec.Struct):
+    input_length: Annotated[int, Meta(ge=1)]
+    output_length: Annotated[int, Meta(ge=0)] = 0
+    timestamp: Timestamp = 0.0
+
+    def draft(self, number: int) -> Draft:
+        return _unshared(number, self.input_length, self.output_length, self.timestamp / 1e3)
+
+
+def _unshared(number: int, prompt_tokens: int, output_tokens: int, arrival: float) -> Draft:
+    """A request of these lengths, unlike any other."""
     prompt, output = Text(("azure", number), prompt_tokens), Text(("azure output", number), output_tokens)
     return TraceRequest(str(number), (prompt,), (output,), arrival)
 
@@ -153,3 +169,4 @@ LMCACHE_AGENT = TraceFormat(
 )
 RAGPULSE = TraceFormat("RAGPulse", lambda first, fields: isinstance(fields.get("hash_ids"), dict), _open_ragpulse)
 AZURE = TraceFormat("Azure CSV", lambda first, fields: first.strip() == _AZURE_HEADER, lambda path: _read_azure, 1)
+LENGTHS = TraceFormat("lengths", lambda first, fields: "input_length" in fields, rows_of(_LengthsRow))

@@ -1,4 +1,4 @@
-"""SimulatedTiers: the tiers of a replay. Nothing here loads the simulator."""
+"""Settings of a replay's tiers, links and engines. Nothing here loads the simulator."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pydantic import model_validator
 
 from quire.errors import InvalidInput
 from quire.plan.budget import MemoryPlan, format_bytes
-from quire.settings.fields import TIERS, BusFields, TierFields
-from quire.settings.setting import Tokens, setting
+from quire.settings.fields import TIERS, BusFields, LinkFields, TierFields, TransferFields
+from quire.settings.setting import Settings, Tokens, setting
 
 
 def _one_size() -> InvalidInput:
@@ -62,3 +62,35 @@ class SimulatedTiers(BusFields, TierFields):
                 fix="give it more.",
             )
         return tuple(max(1, count * frames // largest) for frames in on_device)
+
+
+class SimulatedLink(TransferFields, LinkFields):
+    """How pages and messages travel between engines: out of each prefill engine and into each decode engine."""
+
+    GROUP: ClassVar[str] = "Roles"
+
+    link_failures: float = setting(
+        0.0, "The chance of a write, of 8 MiB at most, to fail; drawn from --seed.", ge=0, le=1
+    )
+    latency: float = setting(2e-4, "Seconds that a message takes.", option=None)
+    least_tokens: int = setting(128, "Prompts that lack fewer tokens are computed by the decode engine.", option=None)
+    failure_seed: int = setting(0, "Seed of failures.", option=None)
+
+
+class Fleet(Settings):
+    """Engines behind a router."""
+
+    GROUP: ClassVar[str] = "Engines behind a router"
+
+    num_replicas: int = setting(1, "Engines behind a router.", option="--replicas", ge=1)
+    event_delay: float = setting(0.0, "Seconds until the router is told what an engine has stored and removed.", ge=0)
+    event_loss: float = setting(
+        0.0, "The chance of a message with such events to be lost; drawn from --seed.", ge=0, lt=1
+    )
+    restart_every: float | None = setting(
+        None, "Each so many seconds the next engine in turn restarts, and its cache is empty.", otherwise="never", gt=0
+    )
+    flush_every: float | None = setting(
+        None, "Each so many seconds all caches are flushed, as new weights do it.", otherwise="never", gt=0
+    )
+    loss_seed: int = setting(0, "Seed of losses.", option=None)
