@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -79,24 +77,22 @@ def test_prefix_caching_off_keeps_nothing_below(run: Run) -> None:
     assert "prefix caching is off" in done.stderr
 
 
-def test_doctor_looks_at_the_disk_and_for_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+def test_doctor_looks_at_the_disk_and_for_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     monkeypatch.chdir(tmp_path)
     found = json.loads(run("doctor", "--json").stdout)
     tiers, memory = found["tiers"], found["memory"]
     assert 0 < tiers["largest_host_memory_bytes"] < memory["available_bytes"]
     assert tiers["storage"]["folder"] == str(tmp_path)
     assert tiers["storage"]["direct"] in (True, False)
-    assert set(tiers["stores"]) == {"valkey", "s3", "mooncake"}
+    assert set(tiers["store_clients"]) == {"valkey", "s3", "mooncake"}
     assert not os.listdir(tmp_path), "it leaves nothing behind"
 
 
-def test_doctor_finds_a_server_that_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    with closing(socket.create_server(("127.0.0.1", 0))) as server:
-        port = server.getsockname()[1]
-        monkeypatch.setitem(doctor._STORES, "valkey", (("no-such-program",), "no_such_package", port))
-        found = doctor.examine_tiers(2**30)
-        assert found["stores"]["valkey"] == {"program": None, "client": False, "listening": f"127.0.0.1:{port}"}
-    assert "valkey: client missing, something listens" in dict(doctor.tier_rows(found))["Stores"]
+def test_doctor_says_which_clients_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_CLIENTS", {"valkey": "no_such_package", "s3": "json"})
+    found = doctor.examine_tiers(2**30)
+    assert found["store_clients"] == {"valkey": False, "s3": True}
+    assert dict(doctor.tier_rows(found))["Clients of stores"] == "valkey missing, s3 installed"
 
 
 def test_doctor_where_nothing_can_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -26,13 +25,8 @@ from quire.settings.setting import default_of
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "fastapi")
 _ISA = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16", "sve")
-_CONNECT_S = 0.2
-_STORES = {
-    "valkey": (("valkey-server", "redis-server"), "redis", 6379),
-    "s3": ((), "obstore", None),
-    "mooncake": (("mooncake_master",), "mooncake", 50051),
-}
-"""Programs that serve each store, the package of its client, and its usual port."""
+_CLIENTS = {"valkey": "redis", "s3": "obstore", "mooncake": "mooncake"}
+"""The package of each store's client."""
 
 
 def doctor() -> Report:
@@ -190,7 +184,7 @@ def examine_tiers(available: int) -> dict[str, Any]:
     return {
         "largest_host_memory_bytes": largest_host_bytes(available),
         "storage": _storage(Path.cwd()),
-        "stores": {name: _store(*about) for name, about in _STORES.items()},
+        "store_clients": {name: find_spec(package) is not None for name, package in _CLIENTS.items()},
     }
 
 
@@ -204,34 +198,13 @@ def _storage(folder: Path) -> dict[str, Any]:
     return {"folder": str(folder), "free_bytes": shutil.disk_usage(folder).free, "direct": direct}
 
 
-def _store(programs: tuple[str, ...], package: str, port: int | None) -> dict[str, Any]:
-    return {
-        "program": next((found for name in programs if (found := shutil.which(name))), None),
-        "client": find_spec(package) is not None,
-        "listening": f"127.0.0.1:{port}" if port is not None and _listens(port) else None,
-    }
-
-
-def _listens(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", port), timeout=_CONNECT_S).close()
-    except OSError:
-        return False
-    return True
-
-
 def tier_rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The findings for people: a name and a sentence each."""
     storage = found["storage"]
     direct = {True: "with O_DIRECT", False: "without O_DIRECT", None: "cannot be written"}[storage["direct"]]
-    stores = []
-    for name, about in found["stores"].items():
-        client = "client installed" if about["client"] else "client missing"
-        program = f", {Path(about['program']).name} could serve it" if about["program"] else ""
-        server = f", something listens on {about['listening']}" if about["listening"] else program
-        stores.append(f"{name}: {client}{server}")
+    clients = (f"{name} {'installed' if is_there else 'missing'}" for name, is_there in found["store_clients"].items())
     return [
         ("Host memory", f"{format_bytes(found['largest_host_memory_bytes'])} at most (--host-memory)"),
         ("Storage here", f"{direct}; {format_bytes(storage['free_bytes'])} free"),
-        ("Stores", "; ".join(stores)),
+        ("Clients of stores", ", ".join(clients)),
     ]
