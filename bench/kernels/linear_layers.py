@@ -6,8 +6,8 @@
 
 Alternatives take turns in short bursts, and the shortest burst of each counts. With one thread it is CPU time, so that
 other programs disturb less. `linear` is torch's plain product, `transposed` one with a weight stored `[in, out]`, `mkl`
-MKL's packed weight, `packed` oneDNN's for that number of rows, and `packed 64` oneDNN's for 64 rows. A
-column is empty where the CPU or the library has no such product.
+MKL's packed weight, `packed` oneDNN's for that number of rows, `packed 64` oneDNN's for 64 rows, and `native` the
+library's product with those weights. A column is empty where the CPU or the library has no such product.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from quire.kernels.native.products import native_products
 from quire.models.linear import CLOSE, native_on_cpu
 
 BUNDLED = {"q, k, v": (256, 512), "gate, up": (256, 1408), "down": (704, 256), "output": (256, 2048)}
@@ -39,6 +40,9 @@ def alternatives(rows: Tensor, weight: Tensor) -> dict[str, Callable[[], Tensor]
         packed, packed64 = (torch.ops.mkldnn._reorder_linear_weight(weight, count) for count in (len(rows), 64))
         found["packed"] = lambda: torch.ops.mkldnn._linear_pointwise.default(rows, packed, None, "none", [], "")
         found["packed 64"] = lambda: torch.ops.mkldnn._linear_pointwise.default(rows, packed64, None, "none", [], "")
+        for product in native_products(packed64, None, weight.shape[1], len(weight)):
+            if product.panels.width == 64:
+                found["native"] = lambda product=product, kept=packed64: product.compute(rows)
     if weight.dtype is torch.float32:
         mkl = torch.ops.mkl._mkl_reorder_linear_weight(weight, len(rows))
         found["mkl"] = lambda: torch.ops.mkl._mkl_linear.default(rows, mkl, weight, None, len(rows))
@@ -76,7 +80,9 @@ def main() -> None:
     bursts = 1 if options.toy else BURSTS
     every = options.rows or ((1, 5) if options.toy else ROWS)
     clock = time.thread_time if options.threads == 1 else time.perf_counter
-    print("| dtype | layer | in x out | rows | linear | transposed | mkl | packed | packed 64 |\n|" + "---|" * 9)
+    print(
+        "| dtype | layer | in x out | rows | linear | transposed | mkl | packed | packed 64 | native |\n|" + "---|" * 10
+    )
     for dtype in (torch.float32, torch.bfloat16):
         for layers in (BUNDLED,) if options.toy else (BUNDLED, LARGER):
             for name, (width, out) in layers.items():
@@ -86,7 +92,7 @@ def main() -> None:
                         continue
                     ways = alternatives(torch.randn(count, width).to(dtype), weight)
                     found = microseconds(ways, count * width * out / 25e9, bursts, clock)
-                    columns = ("linear", "transposed", "mkl", "packed", "packed 64")
+                    columns = ("linear", "transposed", "mkl", "packed", "packed 64", "native")
                     cells = " | ".join(f"{found[way]:.0f}" if way in found else "" for way in columns)
                     print(f"| {str(dtype)[6:]} | {name} | {width} x {out} | {count} | {cells} |", flush=True)
 

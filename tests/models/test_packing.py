@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 from quire.errors import ModelCheckFailed
 from quire.kernels.hidden_states import RowFunctions, row_functions
-from quire.kernels.native.library import use_native
+from quire.kernels.native.library import native, use_native
 from quire.models import decoder_layer, linear
 from quire.models.forward import HIDDEN, RunningForward
 from quire.models.hf import LoadedModel, load_model
@@ -209,7 +209,8 @@ def test_products_have_few_numbers_of_rows() -> None:
     plain = layer.weight.detach().clone(), layer.bias.detach().clone()
     layer.__class__ = CpuLinear
     product = Product([layer], frozenset())  # type: ignore[list-item]
-    assert product.pack()
+    assert product.pack() and (product.native is not None) == (native().library is not None)
+    product.native = None  # which computes few rows
     real, computed = linear._packed_linear, []
 
     def packed(rows: torch.Tensor, *rest: Any) -> Any:
@@ -229,6 +230,26 @@ def test_products_have_few_numbers_of_rows() -> None:
     numbers = [linear.padded_rows(count) for count in range(1, 2049)]
     assert len(set(numbers)) == 128
     assert all(count <= number <= count * 17 / 16 for count, number in enumerate(numbers, 1))
+
+
+def test_a_native_product_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows have the product of many then; without a defect they have the library's."""
+    layers = [torch.nn.Linear(64, 128) for _ in range(2)]
+    rows, products = torch.randn(3, 64), []
+    real = linear.NativeProduct.compute
+    with torch.no_grad():
+        wanted = [layer(rows) for layer in layers]
+        for layer in layers:
+            layer.__class__ = CpuLinear
+            products.append(Product([layer], frozenset()))  # type: ignore[list-item]
+            assert products[-1].pack()
+            monkeypatch.setattr(linear.NativeProduct, "compute", lambda *given: real(*given).flip(-1))
+        monkeypatch.undo()
+        assert [product.native is not None for product in products] == [native().library is not None, False]
+        for product, expected in zip(products, wanted, strict=True):
+            assert torch.allclose(product.compute(rows), expected, atol=1e-5)
+            product.unpack()
+            assert product.native is None and torch.allclose(product.compute(rows), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

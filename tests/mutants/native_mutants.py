@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from quire.kernels import backend, hidden_states
-from quire.kernels.native import library
+from quire.kernels.native import library, products
 from quire.kernels.native.library import Native, build, sources
 from tests.kernels.native.emulated_pairs import with_pairs
 from tests.mutants.mutants import Patch, mutant
@@ -30,13 +30,26 @@ def _changed(
         with tempfile.TemporaryDirectory() as folder:
             path = build(texts, Path(folder))
             loaded = ctypes.CDLL(str(path))
-        user = backend if unit == "attention.cpp" else hidden_states
+        user = {"attention.cpp": backend, "products.cpp": products}.get(unit, hidden_states)
         patch.setattr(user, "native", lambda: Native(loaded, path))
 
     apply.__name__ = name
     return mutant(killer, wrong)(apply)
 
 
+_products = partial(_changed, source="products.cpp", killer="native products")
+_products(
+    "panels_share_the_first_bias",
+    "outputs beyond the first panel of a product have biases of others",
+    "decode(of.bias + begin * size,",
+    "decode(of.bias,",
+)
+_products(
+    "the_last_panel_is_left_out",
+    "outputs beyond the last whole panel of a product are what the memory had",
+    "(of.outputs + of.width - 1) / of.width;",
+    "std::max<int64_t>(1, of.outputs / of.width);",
+)
 _rows = partial(_changed, source="hidden_states.cpp", killer="row functions")
 
 a_chunk_sees_its_next_token = _changed(

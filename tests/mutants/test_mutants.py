@@ -55,6 +55,7 @@ from tests.engine.test_rejection import CASES, check_a_draw
 from tests.fuzz.run import run_lives
 from tests.kernels.bounds_case import check_bounds
 from tests.kernels.native.native_case import check_narrow, check_native
+from tests.kernels.native.test_products import check_products
 from tests.kernels.steps_case import check_steps
 from tests.kernels.stored_case import FORMATS, check_stored
 from tests.kernels.triton import test_fixed_plans, test_moves
@@ -249,6 +250,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "bounds": [lambda seed=seed: check_bounds(seed) for seed in range(20)],
     "native bfloat16": [lambda seed=seed: check_narrow(seed) for seed in range(10)],
     "native": [lambda seed=seed: check_native(seed) for seed in range(12)],
+    "native products": [lambda shape=shape: check_products(torch.float32, *shape) for shape in ((70, 100), (256, 512))],
     "triton": [lambda seed=seed: check_triton(seed) for seed in range(12)],
     "row functions": [
         lambda case=case: test_packing.test_native_functions_round_as_torch_does(*case)
@@ -516,7 +518,7 @@ def noticed(killer: str) -> bool:
 
 LONG = (
     *("aborts", "draft heads", "draft models", "draft trees", "graphs", "held frames", "links", "native"),
-    *("native bfloat16", "prediction layers", "row functions", "silence", "spoiled pages", "triton"),
+    *("native bfloat16", "native products", "prediction layers", "row functions", "silence", "spoiled pages", "triton"),
 )
 """What these run takes seconds for each mutant."""
 

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from quire.kernels.native.products import NativeProduct, native_products
+
 _BARE = ("dt_proj", "kv_b_proj")
 """Linear layers whose weight other code multiplies itself: step sizes of Mamba 1, the expansion of latents."""
 
@@ -76,6 +78,7 @@ class Product:
         self.sizes = [layer.out_features for layer in layers]
         self.packed: Tensor | None = None
         self._bias: Tensor | None = None
+        self.native: NativeProduct | None = None  # for few rows
         self.keeps_plain = not tied.isdisjoint(id(layer.weight) for layer in layers)
         self._input: Tensor | None = None  # the product's whose parts are not all fetched yet
         self._parts: list[Tensor | None] = []
@@ -92,16 +95,18 @@ class Product:
         """Outputs of all layers side by side, `[..., sum(sizes)]`, of `rows` `[..., in]`."""
         if self.packed is None:
             return torch.cat([layer(rows) for layer in self.layers], -1)
-        wide = self.packed.dtype
+        wide, count = self.packed.dtype, rows.numel() // rows.shape[-1]
         given = rows if rows.dtype is wide else rows.to(wide)
-        count = rows.numel() // rows.shape[-1]
-        padded = padded_rows(count)
-        if padded != count:
-            given, own = given.new_zeros(padded, rows.shape[-1]), given
-            given[:count] = own.reshape(count, -1)
-        out: Tensor = _packed_linear(given, self.packed, self._bias, "none", [], "")
-        if padded != count:
-            out = out[:count].view(*rows.shape[:-1], -1)
+        if self.native is not None and count <= _few_rows():
+            out = self.native.compute(given.contiguous())
+        else:
+            padded = padded_rows(count)
+            if padded != count:
+                given, own = given.new_zeros(padded, rows.shape[-1]), given
+                given[:count] = own.reshape(count, -1)
+            out = _packed_linear(given, self.packed, self._bias, "none", [], "")
+            if padded != count:
+                out = out[:count].view(*rows.shape[:-1], -1)
         return out if rows.dtype is wide else out.to(rows.dtype)
 
     def part(self, rows: Tensor, at: int) -> Tensor:
@@ -134,11 +139,11 @@ class Product:
         wanted = torch.cat([linear(rows, *each) for each in plain], -1).float()
         self.packed = torch.ops.mkldnn._reorder_linear_weight(whole, _ROWS)
         padding = int(torch.ops.mkldnn._nbytes(self.packed)) - whole.nbytes
-        if padding > _MOST_PADDING * whole.nbytes or not bool(
-            (self.compute(rows).float() - wanted).norm() <= CLOSE[whole.dtype] * wanted.norm()
-        ):
+        if padding > _MOST_PADDING * whole.nbytes or not _is_close(self.compute(rows), wanted):
             self.packed = self._bias = None
             return False
+        found = native_products(self.packed, self._bias, whole.shape[1], len(whole))
+        self.native = next((each for each in found if _is_close(each.compute(rows), wanted)), None)
         if not self.keeps_plain:
             for layer in self.layers:
                 layer.__dict__["_parameters"]["weight"] = None
@@ -148,7 +153,7 @@ class Product:
         """Give the layers their plain weights again."""
         if self.packed is None:
             return
-        packed, self.packed, self._bias, self._input = self.packed, None, None, None
+        packed, self.packed, self.native, self._bias, self._input = self.packed, None, None, None, None
         if self.keeps_plain:
             return
         with torch.inference_mode(False), torch.no_grad():  # so that they can be changed
@@ -273,6 +278,11 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(plain.values()) + sum(product.num_bytes for product in products.values())
 
 
+def _is_close(found: Tensor, wanted: Tensor) -> bool:
+    """Whether a product is that of plain weights, float32."""
+    return bool((found.float() - wanted).norm() <= CLOSE[found.dtype] * wanted.norm())
+
+
 def _packed_linear(*arguments: Any) -> Any:
     return torch.ops.mkldnn._linear_pointwise.default(*arguments)
 
@@ -294,6 +304,12 @@ def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if rows.dtype is weight.dtype:
         return linear(rows, weight, bias)
     return linear(rows.to(weight.dtype), weight, bias).to(rows.dtype)
+
+
+@cache
+def _few_rows() -> int:
+    """Rows up to which a native product is at least as fast as oneDNN's."""
+    return 4 if torch.cpu._is_amx_tile_supported() else 64
 
 
 @cache

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "in_place.h"
+#include "products.h"
 
 struct Place {  // of a token: the frame of its page, and its offset in there
     int32_t frame, offset;
@@ -243,42 +244,6 @@ Plan planned(const Call& call) {
     return plan;
 }
 
-// -- products
-
-// C [m, columns] = A [m, depth] * B [depth, columns], or added to C times a factor per row.
-template <int M, int N, bool ADD>
-void tile(const float* a, int64_t lda, const float* b, int64_t ldb, int depth, float* c, int64_t ldc, const float* factors) {
-    vf sum[M][N];
-    UNROLL for (int i = 0; i < M; i++)
-        UNROLL for (int j = 0; j < N; j++) sum[i][j] = ADD ? load(c + i * ldc + j * W) * factors[i] : vf{};
-    for (int k = 0; k < depth; k++) {
-        vf right[N];
-        UNROLL for (int j = 0; j < N; j++) right[j] = load(b + k * ldb + j * W);
-        UNROLL for (int i = 0; i < M; i++)
-            UNROLL for (int j = 0; j < N; j++) sum[i][j] += a[i * lda + k] * right[j];
-    }
-    UNROLL for (int i = 0; i < M; i++)
-        UNROLL for (int j = 0; j < N; j++) store(c + i * ldc + j * W, sum[i][j]);
-}
-template <bool ADD, int N = NV>
-void product(int m, const float* a, int64_t lda, const float* b, int64_t ldb, int depth, int columns, float* c, int64_t ldc, const float* factors) {
-    for (; columns >= N * W; columns -= N * W, b += N * W, c += N * W)
-        for (int i = 0; i < m; i += MR) {
-            const float *left = a + i * lda, *by = ADD ? factors + i : nullptr;
-            float* to = c + i * ldc;
-            switch (m - i) {
-            case 1: tile<1, N, ADD>(left, lda, b, ldb, depth, to, ldc, by); break;
-            case 2: tile<2, N, ADD>(left, lda, b, ldb, depth, to, ldc, by); break;
-            case 3: tile<3, N, ADD>(left, lda, b, ldb, depth, to, ldc, by); break;
-            case 4: tile<4, N, ADD>(left, lda, b, ldb, depth, to, ldc, by); break;
-            case 5: tile<5, N, ADD>(left, lda, b, ldb, depth, to, ldc, by); break;
-            default: tile<MR, N, ADD>(left, lda, b, ldb, depth, to, ldc, by);
-            }
-        }
-    if constexpr (N > 1)
-        if (columns) product<ADD, N - 1>(m, a, lda, b, ldb, depth, columns, c, ldc, factors);
-}
-
 // -- a task
 
 class Worker {
@@ -434,12 +399,12 @@ class Worker {
         float* weights = scores + (direct ? head * m_up * int64_t(block) : 0);
         if (!direct) {
             unpack(task.head + head, tokens);
-            product<false>(m, query, dim_up, columns, PACKED, dim, round_up(tokens, W), weights, block, nullptr);
+            product<Singles, false>(m, query, dim_up, columns, PACKED, dim, round_up(tokens, W), weights, block, nullptr);
         }
         if (masks) mask(task, first, tokens, weights);
         soften(tokens, top, total, weights);
         if (!direct) {
-            product<true>(m, weights, block, values, value_up, tokens, value_up, out, value_up, factors);
+            product<Singles, true>(m, weights, block, values, value_up, tokens, value_up, out, value_up, factors);
             return;
         }
 #if defined(__AVX512BF16__)
