@@ -1,17 +1,17 @@
 """replay_scheduled: a trace in pages through `quire.sim.replay`, whose scheduler decides what runs and what it pins.
 
 A token stands for a page, so that a replay has a step for every page of an output, and not for every token. All else is
-the production code: scheduler, sessions, cache, pins. A step takes as long as a page of output does at 50 tokens a
-second, whatever it computes. So when requests run depends on the policy only where they wait for room, as in
-`bench.eviction.pinned`, and its optimum is that of the same times.
+the production code: scheduler, sessions, cache, pins. The policy is told how many tokens an output has, not pages.
+A step takes as long as a page of output does at 50 tokens a second, whatever it computes. So when requests run depends
+on the policy only where they wait for room, as in `bench.eviction.pinned`, and its optimum is that of the same times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
-from bench.eviction.paged_trace import PagedTrace
+from bench.eviction.paged_trace import Counts, PagedTrace
 from bench.eviction.pinned import TOKENS_PER_S
 from bench.eviction.sequential import SequentialResult, closed_sessions
 
@@ -19,6 +19,7 @@ from quire.cache.sessions import Sessions
 from quire.loop import End, Loop, Part
 from quire.plan.step_cost import CostModel
 from quire.scheduler.request import Request
+from quire.scheduler.step import Step
 from quire.sim.pools import plain_pools
 from quire.sim.replay import Replay, ReplaySettings
 from quire.sim.scripts import ScriptedRequest
@@ -59,10 +60,10 @@ def replay_scheduled(
     cost = CostModel(
         launch=0.0, weights=size / TOKENS_PER_S, token=small, pair=small * growth * size, reads=((0.0, 0),)
     )
+    parts: list[Part] = [_Lengths(requests, trace.output_tokens)]
     if closes:
-        replay: Replay = _SessionReplay(plan, cost, settings, parts=[_Closing(closed_sessions(trace, closes)[1])])
-    else:
-        replay = Replay(plan, cost, settings)
+        parts.append(_Closing(closed_sessions(trace, closes)[1]))
+    replay = (_SessionReplay if closes else Replay)(plan, cost, settings, parts=parts)
     replay.cache.tree.longest_grown //= size  # a token has the bytes of a token, and stands for a page
     found = replay.run(requests)
     hits, refused = np.zeros(len(trace), dtype=np.int64), np.zeros(len(trace), dtype=np.bool_)
@@ -78,6 +79,19 @@ class _SessionReplay(Replay):
     def add(self, request: ScriptedRequest) -> None:
         request.session_id = request.session
         super().add(request)
+
+
+class _Lengths(Part):
+    """The cache counts what these requests generate in tokens, where theirs are pages."""
+
+    def __init__(self, requests: Sequence[TraceRequest], output_tokens: Counts) -> None:
+        computed = [len(each.prompt) + len(each.output) - 1 for each in requests]  # all but the last token
+        self._begins = (np.array(computed) - output_tokens).tolist()
+
+    def scheduled(self, step: Step) -> None:
+        for request in step.requests:
+            if request.kv is not None:
+                request.kv.num_prompt = self._begins[int(request.request_id)]
 
 
 class _Closing(Part):

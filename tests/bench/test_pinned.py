@@ -16,8 +16,11 @@ from bench.eviction.scheduled import replay_scheduled
 from bench.eviction.sequential import replay_in_order
 
 from quire.prefix.evict import eviction_policy
+from quire.prefix.node import Lease
+from quire.prefix.radix_cache import RadixCache
 from quire.sim.replay import ReplaySettings
 from quire.sim.trace import open_trace
+from quire.spec.ids import Ids
 from tests.changes import slow_unless_changed
 
 SOURCES = ("chat:requests=100", "sessions:requests=150")
@@ -68,6 +71,24 @@ def test_the_scheduler_hits_what_the_tree_alone_does(closes: float) -> None:
         found = replay_scheduled(pages, pool, ReplaySettings(policy="lru", check="reads"), closes=closes)
         assert found.evicted_pages > 0 and alone.hit_rate(pages) > 0.1
         assert found.hit_rate(pages) == pytest.approx(alone.hit_rate(pages), abs=most), apart_s
+
+
+def test_outputs_are_as_long_through_the_scheduler_as_through_the_tree_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy that tells kinds by lengths sees the same ones."""
+    pages = pages_of("sessions:requests=150", apart_s=1e4)
+    pool = pool_of(pages, 8)
+    found: list[int] = []
+    real = RadixCache.ended
+
+    def ended(tree: RadixCache, lease: Lease, tail: Ids, num_generated: int) -> object | None:
+        found.append(num_generated)
+        return real(tree, lease, tail, num_generated)
+
+    monkeypatch.setattr(RadixCache, "ended", ended)
+    replay_scheduled(pages, pool, ReplaySettings(policy="lru"))
+    assert found == pages.output_tokens.tolist() and max(found) > 64
+    replay_scheduled(pages, pool, ReplaySettings(policy="lru"), closes=1.0)
+    assert set(found) == set(pages.output_tokens.tolist()), "turns that go on in their row"
 
 
 @pytest.mark.skipif(not PATH.exists(), reason=f"{PATH} is not here")
