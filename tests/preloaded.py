@@ -10,7 +10,14 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a look for GPUs leaves no C
 without_compiler("auto")
 for name in (
     *("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"),
-    *("quire.cli.app", "quire.engine.core", "quire.client.llm", "quire.serve.app", "quire.serve.server"),
+    *(
+        "quire.cli.app",
+        "quire.cli.serve",
+        "quire.engine.core",
+        "quire.client.llm",
+        "quire.serve.app",
+        "quire.serve.server",
+    ),
     *("quire.speculative.speculator", "quire.transfer.part", "tests.serve.fake_core", "tests.serve.tiny_model"),
 ):
     import_module(name)

@@ -41,6 +41,17 @@ def test_looking_is_cheap(arguments: list[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("name", ["serve", "plan", "replay", "fleet"])
+def test_a_command_imports_no_other_one(name: str) -> None:
+    program = (
+        "import sys\nfrom quire.cli.app import app\nimport typer.main\n"
+        f"assert typer.main.get_command(app).commands[{name!r}].name == {name!r}\n"
+        "print(*({'serve', 'plan', 'replay', 'fleet'} & {each.removeprefix('quire.cli.') for each in sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [name]
+
+
 def test_python_m_quire_is_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "quire", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"quire {__version__}\n"

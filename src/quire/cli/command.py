@@ -51,7 +51,7 @@ _OWN = {
 """Options that every command has."""
 
 _MODELS: set[type[Settings]] = set()
-"""The settings of all commands, which one file may hold."""
+"""The settings of all commands that were made."""
 
 _SERVICE_LINK = re.compile("(tcp|udp|sctp)://")
 """What Kubernetes writes to QUIRE_PORT where a Service is named quire: tcp://10.0.0.1:8000."""
@@ -111,8 +111,7 @@ def _fields(models: Sequence[type[Settings]]) -> Iterator[tuple[type[Settings], 
 
 def _settings(models: Sequence[type[Settings]], options: Mapping[str, Any], path: str | None) -> list[Settings]:
     """The settings of each model, from the command line, the environment and a file. Raises InvalidInput."""
-    elsewhere = {name for model in _MODELS for field in model.model_fields for name in names_of(model, field)}
-    in_file = own_names(models, read_file(Path(path)), path, elsewhere) if path is not None else {}
+    in_file = _in_file(models, path) if path is not None else {}
     in_environment = _in_environment(models)
     for model in models:  # a variable is for all commands and servers: one without effect here is ignored
         while idle := model.idle({**in_file, **in_environment, **options}).keys() & in_environment.keys():
@@ -124,6 +123,15 @@ def _settings(models: Sequence[type[Settings]], options: Mapping[str, Any], path
         spelled = partial(_spelled, model, options=options, in_environment=in_environment)
         found.append(model.read(own, spelled))
     return found
+
+
+def _in_file(models: Sequence[type[Settings]], path: str) -> dict[str, Any]:
+    """The settings in a file, which may hold those of all commands."""
+    from quire.cli.app import make_commands
+
+    make_commands()
+    elsewhere = {name for model in _MODELS for field in model.model_fields for name in names_of(model, field)}
+    return own_names(models, read_file(Path(path)), path, elsewhere)
 
 
 def _in_environment(models: Sequence[type[Settings]]) -> dict[str, str]:
