@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from quire.errors import ModelLoadError
-from quire.spec.bundled import BUNDLED_HEADS, BUNDLED_MODELS
+from quire.spec.bundled import BUNDLED_HEADS, BUNDLED_MODELS, DEFAULT_MODEL
 from quire.spec.catalogue import CATALOGUE, catalogue_model, close_names
 
 _TIMEOUT_S = 5
@@ -42,7 +42,8 @@ def read_model_config(name: str, revision: str | None = None) -> tuple[Mapping[s
         raise ModelLoadError(
             f"'{name}' is not in the catalogue of {len(CATALOGUE)} models, and no file or folder.",
             fix=(f"use {' or '.join(close)}, or " if close else "")
-            + "pass a config.json, its folder or a hub id 'owner/model'; `quire plan --list` names the catalogue.",
+            + "pass a config.json, its folder or a hub id 'owner/model'; `quire plan --list` names the catalogue, and "
+            f"{DEFAULT_MODEL} needs no download.",
         )
     return read_json(_download(name, revision)), f"hub: {name}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
 
@@ -84,13 +85,10 @@ def _pool_size(text: str) -> int | Fraction:
             raise InvalidInput(
                 f"'{text}' is no whole number of tokens.", fix=f"for a part of the working set write {part}."
             )
-        return parse_tokens(text)
-    try:
-        found = Fraction(text)
-    except (ValueError, ZeroDivisionError):
-        found = Fraction(0)
-    if found <= 0:
-        raise InvalidInput(
-            f"'{text}' is not a pool size.", fix="write tokens (64k) or a part of the working set (1/8)."
-        )
-    return found
+        with suppress(InvalidInput):
+            return parse_tokens(text)
+    else:
+        with suppress(ValueError, ZeroDivisionError):
+            if (found := Fraction(text)) > 0:
+                return found
+    raise InvalidInput(f"'{text}' is not a pool size.", fix="write tokens (64k) or a part of the working set (1/8).")
