@@ -95,7 +95,8 @@ def spec_of(row: Row) -> ModelSpec:
     if isinstance(config, str):
         file = DATA / "configs" / config
         config = json.loads(file.read_text(encoding="utf-8")) if file.suffix == ".json" else CATALOGUE[config].config
-    return ModelSpec.from_config(config, state_dtype=row.state_dtype)
+    stored = {"mamba_ssm_dtype": row.state_dtype.value} if row.state_dtype is not None else {}
+    return ModelSpec.from_config({**config, **stored})
 
 
 def attention_bytes(row: Row, spec: ModelSpec, tp: int) -> int:

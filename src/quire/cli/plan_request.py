@@ -30,7 +30,6 @@ class PlanRequest(TenantFields, HostFields, BusFields, CostFields, RankFields, L
     model_dtype: str | None = setting(
         None, "The model's dtype, where its configuration names none.", group=MEMORY, option="--dtype"
     )
-    state_dtype: str | None = setting(None, "Element type of recurrent states.", group=MEMORY, otherwise="float32")
     input_tokens: Tokens | None = setting(None, "Tokens of an expected prompt.", group=_LOAD)
     output_tokens: Tokens | None = setting(None, "Tokens of an expected answer.", group=_LOAD)
     trace: str | None = setting(None, "Expected requests: what `quire replay` takes as a trace.", group=_LOAD)
@@ -46,9 +45,6 @@ class PlanRequest(TenantFields, HostFields, BusFields, CostFields, RankFields, L
     speculative_num_draft_tokens: int | None = setting(
         None, "Tokens verified at once.", group=SPECULATION, otherwise="one more than the depth"
     )
-    speculative_draft_layers: int | None = setting(
-        None, "Draft layers with keys and values.", group=SPECULATION, otherwise="1"
-    )
 
     def planned_model(self) -> PlannedModel:
         """The model, from its configuration. Raises what `planned_model` raises, and InvalidInput without a name."""
@@ -56,7 +52,7 @@ class PlanRequest(TenantFields, HostFields, BusFields, CostFields, RankFields, L
             raise InvalidInput("no model is named.", fix="name one: `quire plan llama-3.1-8b`, or see --list.")
         from quire.cli.planned_model import planned_model
 
-        return planned_model(self.planned, dtype=self.model_dtype, state_dtype=self.state_dtype)
+        return planned_model(self.planned, dtype=self.model_dtype)
 
     def variant(self, text: str) -> PlanRequest:
         """This request with the model and the settings of `text`, as in `name,kv-dtype=fp8,tp=2`.
@@ -122,7 +118,6 @@ class PlanRequest(TenantFields, HostFields, BusFields, CostFields, RankFields, L
             "num_steps": self.speculative_num_steps,
             "topk": self.speculative_topk,
             "num_draft_tokens": self.speculative_num_draft_tokens,
-            "num_layers": self.speculative_draft_layers,
         }
         if all(number is None for number in given.values()):
             return self.speculative_config

@@ -80,14 +80,12 @@ class PlannedModel:
         return replace(plan, notes=(*notes, *plan.notes))
 
 
-def planned_model(
-    name: str, *, dtype: str | None = None, state_dtype: str | None = None, revision: str | None = None
-) -> PlannedModel:
+def planned_model(name: str, *, dtype: str | None = None, revision: str | None = None) -> PlannedModel:
     """Read a model's configuration. Raises ModelLoadError, UnsupportedModel or InvalidInput."""
     config, found = read_model_config(name, revision)
     reader = ConfigReader(config)
     notes: list[str] = []
-    spec = ModelSpec.from_config(config, state_dtype=_dtype(state_dtype) if state_dtype else None)
+    spec = ModelSpec.from_config(config)
     if dtype is not None:
         spec = replace(spec, dtype=_dtype(dtype))
     elif reader.get("dtype", "torch_dtype") is None:

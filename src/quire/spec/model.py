@@ -56,16 +56,16 @@ class ModelSpec:
     index_topk: int = 0  # tokens that an indexer selects; 0: no layer has one
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], *, state_dtype: DType | None = None) -> ModelSpec:
+    def from_config(cls, config: Mapping[str, Any]) -> ModelSpec:
         """The spec of a Hugging Face `config.json`, or of the language model's part if it wraps several models.
 
-        `state_dtype` replaces the element type of recurrent states. Raises UnsupportedModel, naming the field, if the
-        configuration lacks a size or has an unknown value; no size is guessed.
+        Raises UnsupportedModel, naming the field, if the configuration lacks a size or has an unknown value; no size is
+        guessed.
         """
         with understood(config):
             reader = ConfigReader(config)
             context = reader.size(*_CONTEXT_NAMES, default=0)
-            layers = read_layers(reader, context or _UNBOUNDED, state_dtype)
+            layers = read_layers(reader, context or _UNBOUNDED)
             if not context and any(_reads_everything(call) for layer in layers for call in layer):
                 raise reader.missing(*_CONTEXT_NAMES)
             return cls(

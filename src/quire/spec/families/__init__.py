@@ -9,7 +9,6 @@ from quire.spec.config_reader import CONVENTIONS, ConfigReader
 from quire.spec.families import attention, latent, state
 from quire.spec.families.kinds import FULL, MOST_LAYERS, NOTHING, PARALLEL, STATE, layer_kinds
 from quire.spec.layers import AttentionCall, Call, CompressedCall, LatentCall
-from quire.spec.layout import DType
 
 Layer = tuple[Call, ...]
 """The calls of one layer that store data: usually one, none for a layer without attention, two for some hybrids."""
@@ -39,19 +38,19 @@ _OF_NO_MATTER = re.compile(
 """Fields whose names match and that do not affect the cache, or only together with another field."""
 
 
-def read_layers(reader: ConfigReader, context: int, state_dtype: DType | None) -> tuple[Layer, ...]:
+def read_layers(reader: ConfigReader, context: int) -> tuple[Layer, ...]:
     """The stored data of every layer, in order. Raises UnsupportedModel, also for unknown fields that may affect it."""
     _refuse_other_shapes(reader)
-    layers = described_layers(reader, context, state_dtype)
+    layers = described_layers(reader, context)
     _refuse_unread(reader)
     return layers
 
 
-def described_layers(reader: ConfigReader, context: int, state_dtype: DType | None = None) -> tuple[Layer, ...]:
+def described_layers(reader: ConfigReader, context: int) -> tuple[Layer, ...]:
     """The stored data of every layer by the known fields, in order. Raises UnsupportedModel if they do not suffice."""
     if latent.keeps_compressed(reader):
         return latent.read_compressed(reader)
-    return _mixed_layers(reader, layer_kinds(reader), context, state_dtype)
+    return _mixed_layers(reader, layer_kinds(reader), context)
 
 
 def read_drafts(reader: ConfigReader, layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
@@ -81,14 +80,14 @@ def draft_like(layers: tuple[Layer, ...]) -> Layer:
     return (last,)
 
 
-def _mixed_layers(reader: ConfigReader, kinds: list[str], context: int, state_dtype: DType | None) -> tuple[Layer, ...]:
+def _mixed_layers(reader: ConfigReader, kinds: list[str], context: int) -> tuple[Layer, ...]:
     """Layers whose mixers are chosen one by one."""
     attend: Callable[[int, str], Layer]
     if latent.applies(reader):
         attend = latent.reader(reader, len(kinds))
     else:
         attend = attention.reader(reader, kinds, context)
-    kept: Layer = (state.read(reader, state_dtype)[1],) if {STATE, PARALLEL} & set(kinds) else ()
+    kept: Layer = (state.read(reader)[1],) if {STATE, PARALLEL} & set(kinds) else ()
 
     def layer_of(index: int, kind: str) -> Layer:
         if kind == NOTHING:

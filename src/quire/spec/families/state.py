@@ -12,13 +12,12 @@ from quire.spec.layers import StateCall
 from quire.spec.layout import DType
 
 
-def read(config: ConfigReader, state_dtype: DType | None) -> tuple[str, StateCall]:
+def read(config: ConfigReader) -> tuple[str, StateCall]:
     """The name of this model's recurrence in `RECURRENCES`, and the stored data of one recurrent layer.
 
-    The recurrence's element type is `state_dtype`, else the configuration's, else float32. Raises UnsupportedModel if
-    the configuration describes no known recurrence.
+    Raises UnsupportedModel if the configuration describes no known recurrence.
     """
-    dtype = state_dtype or recurrence_dtype(config)
+    dtype = recurrence_dtype(config)
     for name, rule in RECURRENCES:
         found = rule(config, dtype)
         if found is not None:

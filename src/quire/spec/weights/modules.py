@@ -152,7 +152,7 @@ def _recurrence(config: ConfigReader, call: StateCall) -> list[Module]:
     """A recurrent layer: its projections, from the shapes of its state."""
     hidden, heads, inner, kernel = config.size(*HIDDEN_SIZE), call.heads, call.channels, call.kernel
     mixed = inner + call.groups * call.group_channels  # what the convolution reads
-    match state.read(config, None)[0]:
+    match state.read(config)[0]:
         case "mamba2":
             return [Module("mamba", hidden * (2 * inner + mixed + heads) + mixed * (kernel + 1) + inner, heads)]
         case "mamba":
