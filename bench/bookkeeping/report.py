@@ -12,6 +12,7 @@ from rich.table import Table
 
 NAMES = {
     "quire": "Quire",
+    "beside": "Quire, beside",
     "sglang-rust": "SGLang, Rust",
     "sglang-python": "SGLang, Python",
     "cpp": "SGLang, C++",
@@ -21,6 +22,7 @@ NAMES = {
 }
 PACKAGES = {
     "quire": "quire-kv",
+    "beside": "quire-kv",
     "sglang-rust": "sglang",
     "sglang-python": "sglang",
     "cpp": "sglang",

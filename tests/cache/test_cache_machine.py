@@ -34,6 +34,7 @@ MUST_HAPPEN = (
     "batch",
     "decode",
     "commit of several",
+    "pass",
     "clear",
 )
 

@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from quire.cache import KVCache, PrefixHit
 from quire.errors import OutOfPages
 from quire.offload import Offloads
@@ -32,6 +34,7 @@ WEIGHTS = {
     "execute": 14,
     "settle": 14,
     "commit": 6,
+    "pass_by": 4,
     "finish": 4,
     "evict": 1,
     "clear": 1,
@@ -110,7 +113,7 @@ class CacheMachine:
                 return any(not step.executed for step in steps)
             case "settle":
                 return bool(steps) and steps[0].executed
-            case "commit":
+            case "commit" | "pass_by":
                 return any(s.committed < s.settled for s in live)
         return True
 
@@ -240,6 +243,15 @@ class CacheMachine:
         num_tokens = s.settled if choices.chance(60) else choices.between(s.committed, s.settled)
         self.did = "commit", num_tokens, "tokens of", self.model.live.index(s)
         self.cache.commit(s.kv, self.names.tokens(self.names.prefix(s.name, num_tokens)))
+        return self.did
+
+    def pass_by(self, choices: Choices) -> Did:
+        """Windows of some requests move on as far as has settled, and their pages stay private."""
+        behind = [s for s in self.model.live if s.committed < s.settled and choices.chance(70)]
+        self.did = "pass by", [(self.model.live.index(s), s.settled) for s in behind]
+        batch = self.cache.cache.rows.batch([s.kv for s in behind])
+        whole = np.array([s.settled // self.cache.page_size for s in behind], dtype=np.int64)
+        self.cache.pass_by(batch, np.arange(len(behind)), whole)
         return self.did
 
     def finish(self, choices: Choices) -> Did:

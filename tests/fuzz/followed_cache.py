@@ -14,7 +14,8 @@ import numpy as np
 
 from quire.cache import KVCache, PrefixHit
 from quire.cache.request_kv import RequestKV
-from quire.cache.running import RunningBatch
+from quire.cache.running import Lengths, Rows, RunningBatch
+from quire.cache.states import GroupCache
 from quire.errors import OutOfPages
 from quire.observe.explain import FromPeer
 from quire.prefix.node import User
@@ -46,6 +47,8 @@ class FollowedCache:
     model_type: type[PlainCache] = PlainCache
     device_type: type[Device] = Device
     watch_type: type[Watch] = Watch
+    passes_early = True
+    """Whether windows move on before pages are cached."""
 
     def __init__(
         self,
@@ -198,6 +201,22 @@ class FollowedCache:
         self.happened["commit of several"] += len(settling) > 1
         self._check("commit")
 
+    @property
+    def passing(self) -> FollowedCache:
+        """What has `pass_by`."""
+        return self
+
+    def pass_by(self, batch: RunningBatch, places: Rows, num_pages: Lengths) -> Rows:
+        """As the cache's."""
+        left = self.cache.passing.pass_by(batch, places, num_pages)
+        for at, count in zip(places.tolist(), num_pages.tolist(), strict=True):
+            if self.passes_early and at not in left and (s := self._of.get(batch.kvs[at])) is not None:
+                assert s.settled >= count * self.page_size, "a window moves on before its tokens have settled"
+                self.happened["pass"] += s.passed < count * self.page_size
+                s.passed = max(s.passed, count * self.page_size)
+        self._check("pass")
+        return left
+
     def finish(self, kv: RequestKV, tokens: Ids | None = None, *, returns: bool = False) -> None:
         """As the cache's."""
         s = self._of.pop(kv)
@@ -284,13 +303,26 @@ class FollowedCache:
         for group, frames in zip(self.cache.groups, found.frames.values(), strict=True):
             owners = (frames.free, frames.private, frames.cached, frames.moving)
             assert sum(owners) == frames.total and min(owners) >= 0, f"{group.name}: frames do not add up: {frames}"
-            cached = len(self.watch.resident(group.index))
+            cached = len(self.watch.resident(group.index)) + len(self._passed(group))
             assert frames.cached == cached, f"{group.name}: {frames.cached} frames are cached: {cached}"
             for name in ("dropped", "revived", "left", "skipped"):
                 happened[name] = max(happened[name], getattr(frames, name))
         self._check("count")
 
     # -- what is expected
+
+    def _passed(self, group: GroupCache) -> set[int]:
+        """Pages with frames that are not cached, and that their requests read no more: of requests that run, and of
+        those that have given them up."""
+        if group.reach.whole or group.reach.in_place:
+            return set()
+        snapshot, size, passed = self.watch.snapshot, self.page_size, set[int]()
+        for row, s in zip(snapshot.requests, self.model.live, strict=True):
+            first = self.device.first_page(group.index, max(s.committed // size * size, s.passed))
+            passed.update(row.pages[s.pinned : first])
+        given = {page for at, unpinned in snapshot.given if at == group.index for page in unpinned}
+        passed.update(page for page in snapshot.moving if page in given or group.table.ticket[page])
+        return {page for page in passed if snapshot.groups[group.index].column[page]}
 
     def _match(self, name: int) -> PrefixHit:
         model, size, tokens = self.model, self.page_size, self.names.tokens(name)
@@ -386,17 +418,19 @@ class FollowedCache:
         return self.cache.statistics().evicted_pages - self.evicted
 
     def _idle(self, g: int) -> int:
-        """Resident pages of the tree that no request and no step in flight reads."""
+        """Resident pages, cached or passed, that no request and no step in flight reads."""
         size, snapshot = self.page_size, self.watch.snapshot
         held = {page for group, unpinned in snapshot.given if group == g for page in unpinned}
         group = self.cache.groups[g]
         for row, s in zip(snapshot.requests, self.model.live, strict=True):
             if not group.reach.in_place:
-                held.update(row.pages[self.device.first_page(g, s.committed // size * size) : s.pinned])
+                first = self.device.first_page(g, max(s.committed // size * size, s.passed))
+                held.update(row.pages[first : s.pinned])
             elif s.launched == s.begun > 0 and len(group.pinned(row.kv.row, self.names.tokens(0))):
                 held.add(row.pages[s.begun // size - 1])
         column = snapshot.groups[g].column
-        return len([page for page in self.watch.ends.values() if column[page] and page not in held])
+        pages = {page for page in self.watch.ends.values() if column[page]}
+        return len((pages | self._passed(group)) - held)
 
     def _untouched(self, batch: list[Followed], firsts: list[int]) -> Callable[[Snapshot], None] | None:
         """What to check after an allocation: no page and no frame of it is one that a step could touch still."""

@@ -16,7 +16,8 @@ from tests.fuzz.names import Names
 @dataclass(eq=False, slots=True)
 class Sequence:
     """One request: the name of all its tokens, and how many of them are allocated, launched, executed by the device,
-    settled, committed. It began with `begun` tokens, and `pinned` of its pages are cached."""
+    settled, committed. It began with `begun` tokens, and `pinned` of its pages are cached. What a window needs after
+    `passed` tokens is all that it still reads."""
 
     kv: RequestKV
     name: int
@@ -28,6 +29,7 @@ class Sequence:
     executed: int
     settled: int
     committed: int
+    passed: int = 0
 
 
 @dataclass(slots=True)

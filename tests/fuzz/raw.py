@@ -42,7 +42,7 @@ def raw_data(cache: KVCache) -> RawData:
         (
             each.pages.tolist(),
             each.lease,
-            [(p.group, *map(bytes, (p.unpinned, p.dropped, p.frames))) for p in each.released],
+            [(p.group, *map(bytes, (p.unpinned, p.frames))) for p in each.released],
         )
         for each in retired
     ]

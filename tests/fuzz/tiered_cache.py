@@ -111,6 +111,7 @@ class TieredCache(FollowedCache, ReadAhead[Prefetch]):
     model_type = TieredPlain
     device_type = TieredDevice
     watch_type = TieredWatch
+    passes_early = False
 
     def __init__(
         self, cache: KVCache, world: TierWorld, events: list[CacheEvent] | None, faults: Faults | None = None

@@ -8,7 +8,8 @@ import numpy as np
 
 from quire.cache import offload
 from quire.cache.admission import Admission
-from quire.cache.groups import NO_PAGES, PagedGroup, resume_point
+from quire.cache.groups import NO_PAGES, GroupRelease, NewPages, PagedGroup, resume_point
+from quire.cache.passing import Passing
 from quire.prefix.reach import Chunk, Window
 from tests.mutants import field
 from tests.mutants.registry import Patch, mutant
@@ -50,6 +51,40 @@ def passed_windows_stay_pinned(patch: Patch) -> None:
     """The pool of windows fills with passed frames, and requests fail although no request reads them."""
     nothing = NO_PAGES, NO_PAGES
     patch.setattr(PagedGroup, "_advance", lambda self, new: (self.first[new.rows], *nothing))
+
+
+@mutant("cache", field.PARTIAL)
+def a_window_moves_on_past_what_has_settled(patch: Patch) -> None:
+    """A window moves on by a page that its request still reads."""
+    real = Passing.pass_by
+    patch.setattr(Passing, "pass_by", lambda self, batch, places, pages: real(self, batch, places, pages + 1))
+
+
+@mutant("cache", field.PINS)
+def a_passed_window_is_idle_while_a_step_reads_it(patch: Patch) -> None:
+    """A frame is handed out that the step in flight still reads."""
+    real = PagedGroup.pass_by
+
+    def pass_by(group: PagedGroup, new: NewPages) -> list[GroupRelease]:
+        for part in real(group, new):
+            group.release(part)
+        return []
+
+    patch.setattr(PagedGroup, "pass_by", pass_by)
+
+
+@mutant("cache", field.PINS)
+def a_passed_window_stays_pinned_once_more(patch: Patch) -> None:
+    """The release of a passed window removes one of two holds, and its frame is never idle."""
+    real = PagedGroup.pass_by
+
+    def pass_by(group: PagedGroup, new: NewPages) -> list[GroupRelease]:
+        found = real(group, new)
+        for part in found:
+            group.table.pin(part.unpinned)
+        return found
+
+    patch.setattr(PagedGroup, "pass_by", pass_by)
 
 
 @mutant("cache", field.STUCK)

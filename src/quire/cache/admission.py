@@ -15,7 +15,7 @@ from quire.observe.explain import Cause, Explanation, FromPeer, Reason, arrived_
 from quire.prefix.match import find_divergence
 from quire.prefix.node import Node
 from quire.spec.events import Namespace
-from quire.spec.ids import Bools, Ids
+from quire.spec.ids import Ids
 from quire.spec.rank import Rank
 
 
@@ -130,13 +130,6 @@ class Admission:
         """The last fields of a `Reason`."""
         found = self._tree.policy.forecast(node) if node is not None else None
         return ("", None, None) if found is None else (found.kind, round(found.chance, 3), round(found.seconds, 1))
-
-    def frees(self, rows: Rows, num_pages: Lengths) -> Bools:
-        """Per row, with `num_pages[i]` settled whole pages: whether a commit frees frames."""
-        found = np.zeros(len(rows), dtype=np.bool_)
-        for group in self._partial:
-            found |= group.frees(rows, num_pages)
-        return found
 
     def at_once(self, kv: RequestKV, count: int) -> int:
         """How many of `count` tokens, at least one, to `extend` at once if the frames of a window are short. The rest

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.cache.groups import NO_PAGES, GroupRelease
+from quire.cache.groups import NO_PAGES, GroupRelease, PagedGroup
 from quire.cache.offload import CacheParts
 from quire.cache.running import Lengths
 from quire.cache.states import GroupCache
@@ -58,19 +58,19 @@ class Audit:
 @dataclass(frozen=True, slots=True)
 class AuditedFrames:
     """The frames of one group on one tier. `carried()` are frames in use that no page has; `readers()` has a page for
-    each request, hold and step in flight that reads its frame."""
+    each request, hold and step in flight that reads its frame. `passed()` are private and not read."""
 
     name: str
     frames: GroupFrames[Any]
     carried: Callable[[], Sequence[int]]
     readers: Callable[[], Ids]
+    passed: Callable[[], Ids] = lambda: NO_PAGES
 
 
 class Auditor:
     """Audits one cache again and again. `changed` gives another value if the cache may have changed. `owner` says which
     node caches each page, by numbers from 1 on, int32 `[num_pages + 1]`, 0 for none; it is complete after the slices of
-    the tree, if the audit is `whole` so far. `leaves` are the nodes that it has seen which can be evicted from a
-    tier."""
+    the tree, if the audit is `whole` so far. `leaves` are the nodes it has seen that can be evicted from a tier."""
 
     def __init__(
         self,
@@ -251,7 +251,7 @@ class Auditor:
     def _rows(self) -> Iterator[str]:
         """Lengths are in order, protected pages are the path of the lease, what is read has frames."""
         parts, rows, size = self.parts, self.parts.rows, self.parts.plan.page_size
-        windows = [group for group in parts.groups if not group.reach.whole and not group.reach.in_place]
+        windows = [g for g in parts.groups if isinstance(g, PagedGroup) and not g.reach.whole]
         for kv in rows.live.values():
             pages, shared, name = rows.page_ids(kv), kv.lease.num_pages, f"row {kv.row}"
             protected, committed, allocated = shared * size, rows.committed(kv), rows.allocated(kv)
@@ -261,7 +261,10 @@ class Auditor:
             if pages[:shared].tobytes() != b"".join([node.run for node in reversed(path_to(kv.lease.node))]):
                 yield f"{name}: its first {shared} pages are not its lease's path"
             for group in windows:
-                first = group.reach.needed(committed // size).start
+                least, most = (group.reach.needed(n // size).start for n in (committed, allocated))
+                first = int(group.first[kv.row])
+                if not least <= first <= most:
+                    yield f"group '{group.name}': {name} reads from page {first}, and not {least} to {most}"
                 if np.count_nonzero(group.table.frame[pages[first:]]) < len(pages) - first:
                     yield f"group '{group.name}': {name} reads a page that has no frame"
         for node, count in Counter(parts.holds.ends()).items():
@@ -305,9 +308,8 @@ class Auditor:
     # -- frames
 
     def tables(self, group: AuditedFrames) -> Iterator[str]:
-        """Pages with frames are allocated. In a group whose frames can be reclaimed first, a page has one pin per
-        reader, and is idle without pins."""
-        table, name = group.frames.table, group.name
+        """Pages with frames are allocated. If its frame can be reclaimed, a page has a pin per reader, or is idle."""
+        table, name, waiting = group.frames.table, group.name, self.parts.holds.fences.waiting
         for start in range(0, len(table.frame), _TABLE_PAGES):
             at = slice(start, start + _TABLE_PAGES)
             frame = table.frame[at]
@@ -323,7 +325,10 @@ class Auditor:
                 if np.count_nonzero(odd := counts != pins):
                     place = int(odd.argmax())
                     yield f"{name}: page {start + place} has {pins[place]} pins and {counts[place]} readers"
-                expected = present & (counts == 0) & (self.owner[at] != 0 if self.is_whole else idle)
+                cached = self.owner[at] != 0
+                cached |= _count(group.passed(), at, len(frame)) > 0
+                left = idle & (_count(_join(each.pages for each in waiting), at, len(frame)) > 0)
+                expected = present & (counts == 0) & (cached | left if self.is_whole else idle)
                 if np.count_nonzero(odd := idle != expected):
                     place = int(odd.argmax())
                     yield f"{name}: page {start + place} is {'not ' if expected[place] else ''}idle"
@@ -386,7 +391,11 @@ def _on_device(parts: CacheParts, group: GroupCache) -> AuditedFrames:
         waiting = [part.unpinned for part in released()]
         return np.concatenate([holds.readers(group.index, Tier.DEVICE), *pinned, *waiting])
 
-    return AuditedFrames(f"group '{group.name}'", group.frames, carried, readers)
+    def passed() -> Ids:
+        firsts = group.first if isinstance(group, PagedGroup) else np.zeros(len(rows.serials), dtype=np.int64)
+        return _join(rows.pages[kv.row, kv.lease.num_pages : firsts[kv.row]] for kv in rows.live.values())
+
+    return AuditedFrames(f"group '{group.name}'", group.frames, carried, readers, passed)
 
 
 def audit(parts: CacheParts) -> None:

@@ -35,9 +35,8 @@ class GroupRelease:
     """What a request releases in one group when no launched step reads it any more."""
 
     group: int
-    unpinned: Ids = field(default_factory=lambda: NO_PAGES)  # cached pages that it no longer reads
+    unpinned: Ids = field(default_factory=lambda: NO_PAGES)  # pages that it no longer reads
     rank: Rank = Rank.PASSED  # ranks of their frames, once idle
-    dropped: Ids = field(default_factory=lambda: NO_PAGES)  # private pages whose frames it no longer reads
     frames: Ids = field(default_factory=lambda: NO_PAGES)  # its own frames
 
 
@@ -173,29 +172,23 @@ class PagedGroup(GroupBase):
 
     def commit(self, new: NewPages, ours: Ids, theirs: Ids) -> list[GroupRelease]:
         """These pages are cached. The cached pages `theirs` replaced the private duplicates `ours`."""
-        self._revive(ours, theirs)
+        starts = np.maximum(new.starts, np.minimum(self.first[new.rows], new.ends))  # the others are idle already
+        read = int(starts[-1] - new.starts[-1])
+        self._revive(ours[read:], theirs[read:])
         if self.reach.whole:
             return []
-        pages = pages_between(new.table, new.rows, new.starts, new.ends)[0]
+        pages = pages_between(new.table, new.rows, starts, new.ends)[0]
         for part in _distinct(pages) if len(ours) else (pages,):
             self.table.pin(part)
         firsts, passed, _ = self._advance(new)
-        ranks = self._ranks(new.kvs, firsts, self.first[new.rows]) if len(passed) else None
-        if ranks is None:
-            return [GroupRelease(self.index, part) for part in _distinct(passed)]
-        by_rank = [(rank, passed[ranks == value]) for value, rank in enumerate(Rank)]
-        return [GroupRelease(self.index, part, rank) for rank, some in by_rank for part in _distinct(some)]
+        return self._passed(new, firsts, passed)
 
-    def commit_private(self, new: NewPages) -> list[GroupRelease]:
-        """As `commit` for requests that share nothing: only the pages that they began on are cached."""
+    def pass_by(self, new: NewPages) -> list[GroupRelease]:
+        """As `commit` for settled pages that are private, all but those that their requests have a lease on."""
         firsts, passed, owners = self._advance(new)
-        if not len(passed):
-            return []
-        cached = np.array([kv.lease.num_pages for kv in new.kvs])
-        places = firsts[owners] + np.arange(len(passed)) - owners.searchsorted(owners)
-        shared = places < cached[owners]
-        released = [GroupRelease(self.index, part) for part in _distinct(passed[shared])]
-        return [*released, GroupRelease(self.index, dropped=passed[~shared])]
+        places = firsts[owners] + np.arange(len(owners)) - owners.searchsorted(owners)
+        self.table.pin(passed[places >= np.array([kv.lease.num_pages for kv in new.kvs])[owners]])
+        return self._passed(new, firsts, passed)
 
     def finish(self, row: int, pages: Ids, protected: int) -> list[GroupRelease]:
         """A request with these pages ends. The first `protected` are whole and settled."""
@@ -204,18 +197,14 @@ class PagedGroup(GroupBase):
 
     def release(self, released: GroupRelease) -> None:
         """Free what a request has released."""
-        if len(released.unpinned):
-            self.table.unpin(released.unpinned, released.rank)
-        if len(released.dropped):
-            self.frames.vacate(released.dropped)
+        self.table.unpin(released.unpinned, released.rank)
 
     def restore(self, pages: Ids) -> Ids:
         """Allocate a frame for each of these cached pages without one, before a load. Returns the frames."""
         return self.frames.take(pages)
 
     def evict(self, num_frames: int, most: Rank = Rank.USED, tenant: int = 0) -> int:
-        """Reclaim up to `num_frames` frames of cached pages, of at most that rank, which stay cached. Returns how many.
-        Where there are tenants, those of one."""
+        """Reclaim up to `num_frames` idle frames, of at most that rank, of one `tenant`. Returns how many."""
         if self.reach.whole:
             return 0
         pages = self.table.reclaim(num_frames, most, tenant)
@@ -254,20 +243,28 @@ class PagedGroup(GroupBase):
         self.first[new.rows] = after
         return firsts, *pages_between(new.table, new.rows, firsts, after)
 
+    def _passed(self, new: NewPages, firsts: Lengths, passed: Ids) -> list[GroupRelease]:
+        """The release of `passed` pages, all pinned, of which those of request i begin with page `firsts[i]`."""
+        ranks = self._ranks(new.kvs, firsts, self.first[new.rows]) if len(passed) else None
+        if ranks is None:
+            return [GroupRelease(self.index, part) for part in _distinct(passed)]
+        by_rank = [(rank, passed[ranks == value]) for value, rank in enumerate(Rank)]
+        return [GroupRelease(self.index, part, rank) for rank, some in by_rank for part in _distinct(some)]
+
     def _ranks(self, kvs: Sequence[RequestKV], firsts: Lengths, ends: Lengths) -> NDArray[np.int8] | None:
         """The ranks of pages `firsts[i]..ends[i]`, from the resume points that read them. None if none does."""
         starts, at = firsts.tolist(), 0
         if not any(kv.marks and max(kv.marks) > start for kv, start in zip(kvs, starts, strict=True)):
             return None
-        ranks = bytearray(int((ends - firsts).sum()))
+        ranks = np.zeros(int((ends - firsts).sum()), dtype=np.int8)
         for kv, first, end in zip(kvs, starts, ends.tolist(), strict=True):
             for num_pages, rank in kv.marks.items() if end > first else ():
-                if num_pages > first:
-                    start = max(first, self.reach.first(num_pages))
-                    for place in range(at + start - first, at + min(end, num_pages) - first):
-                        ranks[place] = max(ranks[place], rank)
+                some = ranks[
+                    at + max(0, self.reach.first(num_pages) - first) : at + max(0, min(end, num_pages) - first)
+                ]
+                np.maximum(some, rank, out=some)
             at += end - first
-        return np.frombuffer(ranks, dtype=np.int8)
+        return ranks
 
 
 class DamagedPages:

@@ -258,8 +258,7 @@ class Growth:
         return missing
 
     def _evict_frames(self, wanted: Sequence[int], most: Rank, *, shared: bool) -> None:
-        """Evict frames of groups that are read in part, up to this rank, where they are short; or only where groups
-        share a room."""
+        """Evict frames of groups that are read in part, up to this rank, where short; or only in `shared` rooms."""
         for room in self._rooms:
             for index, stride in zip(room.indices, room.strides, strict=True):
                 group = self._parts.groups[index]

@@ -15,6 +15,7 @@ from quire.cache.groups import NO_PAGES, DamagedPages, GroupRelease, NewPages, P
 from quire.cache.growth import Growth
 from quire.cache.hold import Fences, Holds, Retired
 from quire.cache.offload import NO_OFFLOAD, Cached, CacheParts, OffloadFactory
+from quire.cache.passing import Passing
 from quire.cache.path_ends import PathEnds
 from quire.cache.request_kv import CacheUse, PrefixHit, RequestKV
 from quire.cache.resizing import Resizing
@@ -79,8 +80,7 @@ class KVCache:
     `sessions` keep rows of requests that have ended (`quire.cache.sessions`). `tenants` have floors and ceilings, the
     first of them for requests of no other (`quire.cache.tenants`).
 
-    `num_changes` grows when pages are freed or cached: a request that did not fit may fit then. Only the thread of the
-    step loop may use a cache."""
+    `num_changes` grows when pages are freed or cached: what did not fit may fit then. Only the step loop may use it."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class KVCache:
         give_way = partial(self.sessions.give_way, for_room=True)
         self._growth = grows(self.parts, self.offload, self.counters, give_way, frames.growing)
         self.resizing = Resizing(self.parts, self._growth)
-        self._settling = self.groups if offload.below else self._partial  # full groups commit only with tiers
+        self.passing = Passing(self.groups, self.rows, self._retire, saves=bool(offload.below))
         self._states = {group.index: group for group in self.groups if isinstance(group, StateGroup)}
         if frames.arena is not None:
             self.tree.ends_by(PathEnds(self.parts, self.offload))
@@ -295,7 +295,7 @@ class KVCache:
             self._committed(fresh, NO_PAGES)
         if private and self._partial:
             new = self._new_pages(private)
-            self._retire(released=[part for group in self._partial for part in group.commit_private(new)])
+            self._retire(released=[part for group in self._partial for part in group.pass_by(new)])
 
     def _check_settled(self, kv: RequestKV, tokens: Ids) -> None:
         _check_ids(tokens)
@@ -330,9 +330,9 @@ class KVCache:
         self.num_changes += 1
         kv, start, _ = fresh[-1]
         released: list[GroupRelease] = []
-        if self._settling:
+        if self.passing.settling:
             new, theirs = self._new_pages(fresh), self.rows.pages[kv.row, start : start + len(ours)]
-            released = [part for group in self._settling for part in group.commit(new, ours, theirs)]
+            released = [part for group in self.passing.settling for part in group.commit(new, ours, theirs)]
         cached: list[Cached] = []
         for each, first, end in fresh:
             cached.append(Cached(each, self.rows.pages[each.row, :end], first + (len(ours) if each is kv else 0)))

@@ -30,8 +30,7 @@ from quire.tiers.transfer import Transfer
 
 
 class Cached(NamedTuple):
-    """What a request has cached: its pages, a view of its row, of which those from number `new` on are in the tree from
-    now on."""
+    """What a request has cached: its pages, a view of its row; those from number `new` on have entered the tree now."""
 
     kv: RequestKV
     pages: Ids
@@ -50,8 +49,7 @@ class CacheParts:
     `flushed` are called with a namespace, or None for all, before its pages leave the tree. `moved` are called with a
     group, frames that ascend and the frames that they are copied to: behind all steps that were launched, before the
     next one. Without any of these no frame moves. `fixed` return frames of a group that must not move now. `resized`
-    are called with the plan of another size (`quire.cache.resizing`). `tenants` say who holds what, None: requests have
-    none."""
+    are called with the plan of another size (`quire.cache.resizing`). `tenants` say who holds what, or None."""
 
     plan: MemoryPlan
     frames: Residency
@@ -146,8 +144,7 @@ class Offload:
         return False
 
     def make_room(self, *, waits: bool) -> bool:
-        """Release a hold that protects pages from eviction; if the caller `waits`, else wait a little for a transfer.
-        False if neither is possible."""
+        """Release a hold on pages; if the caller `waits`, else wait a little for a transfer. False: neither can be."""
         return False
 
     def evict(self, num_pages: int, num_ids: int, cause: str) -> Evicted:

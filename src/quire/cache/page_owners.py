@@ -1,5 +1,4 @@
-"""PageOwners: whose each page is, and how many frames each owner has. Counts follow each change, and none is ever made
-anew: what they cost is what has changed."""
+"""PageOwners: whose each page is, and how many frames each owner has. Counts follow each change, at its cost."""
 
 from __future__ import annotations
 

@@ -80,8 +80,7 @@ class Resizing:
             )
 
     def aim(self, plan: MemoryPlan, *, released: bool = False) -> None:
-        """Have the frames of `plan`, which is that of the cache with fewer ones, or none while `released`. `go_on`
-        gets there."""
+        """Have the frames of `plan`, that of the cache with fewer ones, or none while `released`, by `go_on`."""
         self.plan, self.is_released = plan, released
         for listener in self._parts.resized:
             listener(plan)

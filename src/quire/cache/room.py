@@ -57,8 +57,7 @@ class InRoom(Protocol):
 
 class Room:
     """The room of `groups`: `total` units, of which a frame of each takes its stride. `fixed` says which frames of a
-    group must not move now, None: all of them. In this class one group has frames of its own, which move only if the
-    room gets smaller."""
+    group must not move now, None: all. In this class one group has own frames, which move if the room gets smaller."""
 
     is_shared = False
 
@@ -78,8 +77,7 @@ class Room:
             group.room = self
 
     def lack(self, counts: Frames, *, settled: bool = False) -> int:
-        """Units that are missing if each group has so many frames; at most 0: they fit. With `settled`, once all frames
-        can move."""
+        """Units missing if each group has so many frames; at most 0: they fit. `settled`: once all frames can move."""
         taken = 0
         for group, stride in zip(self.groups, self.strides, strict=True):
             places = self._places(group, counts[group.index])
@@ -87,8 +85,7 @@ class Room:
         return taken - self.total
 
     def short_of(self, group: InRoom, wanted: int, others: int = 0) -> int:
-        """How many of `wanted` frames a group lacks if all that can be evicted is, and its neighbours get `others`
-        each; at most 0: none."""
+        """How many of `wanted` frames a group lacks after evictions, if neighbours get `others` each; <= 0: none."""
         counts = {each.index: each.num_held + (wanted if each is group else others) for each in self.groups}
         return -(-self.lack(counts) // self.strides[self.groups.index(group)])
 
@@ -158,8 +155,7 @@ class Room:
 
 
 class SharedRoom(Room):
-    """The room of an arena. If it `caches`, a part of it is spared: requests that run fill whatever they get, and then
-    compute what was cached before."""
+    """The room of an arena. If it `caches`, a part is spared for what is cached: those that run fill all they get."""
 
     is_shared = True
 

@@ -64,8 +64,7 @@ class TurnCache(Protocol):
 
 
 class Sessions:
-    """The sessions of one cache. Only the thread of the step loop may call it. `shorten(kv, num_tokens)` frees what a
-    row has beyond so many tokens."""
+    """The sessions of one cache, for the step loop alone. `shorten(kv, num_tokens)` frees a row's further tokens."""
 
     def __init__(
         self,
@@ -142,8 +141,7 @@ class Sessions:
         self, turn: Turn, tokens: Ids, num_tokens: int, *, num_cached: int, priority: int, again: bool, label: str
     ) -> RequestKV:
         """The turn continues in the session's row, after the `num_tokens` tokens that `resumable` found; the prefix
-        cache has `num_cached` of them. The row is the caller's until `end`. A turn that begins `again`, after a
-        preemption, is not counted."""
+        cache has `num_cached` of them. The row is the caller's until `end`. One that begins `again` is not counted."""
         session, row = turn.session, turn.session.row
         assert row is not None
         self._drop(session)
@@ -234,8 +232,7 @@ class Sessions:
 
     def close(self, namespace: Namespace, session_id: str, owner: str | None = None) -> bool:
         """End a session of an owner, or of any, and the hold of its row. Turns that run continue, and are not held.
-        Cached pages that no other request has used are evicted first, also those of a session that has expired. False:
-        there is none."""
+        Cached pages that no other request has used are evicted first, also after it has expired. False: none found."""
         keys, found = [SessionKey(namespace, session_id, owner or "")], False
         if owner is None:
             keys = [key for key in self._users if key[:2] == (namespace, session_id)]

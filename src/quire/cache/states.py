@@ -255,8 +255,7 @@ class StateGroup(GroupBase):
         return num_pages >= self._oldest[rows]
 
     def give_up(self, lack: int) -> bool:
-        """Free the checkpoints that are not stored yet, if that makes up for what a shared room lacks. No step is in
-        flight. Returns whether it does."""
+        """Free checkpoints not stored yet, if a shared room lacks nothing then: returns that. No step is in flight."""
         frames = [each.frame for some in self._unsettled for each in some]
         frames += self._previous_frame[self._previous_frame != 0].tolist()
         stride = self.room.strides[self.room.indices.index(self.index)]
@@ -301,7 +300,7 @@ class StateGroup(GroupBase):
         self.table.unpin(released.unpinned, released.rank)
         self.frames.allocator.free(released.frames)
 
-    def commit_private(self, new: NewPages) -> list[GroupRelease]:
+    def pass_by(self, new: NewPages) -> list[GroupRelease]:
         return []  # such a request stores nothing
 
     def evict(self, num_frames: int, most: Rank = Rank.USED, tenant: int = 0) -> int:

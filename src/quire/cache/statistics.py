@@ -24,8 +24,8 @@ def in_state(state: str, tier: str = "device") -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameCounts:
-    """Frames of one (group, tier) by owner, and counters since the start. The owners sum to `total`;
-    `evictable` frames are some of the `cached` ones."""
+    """Frames of one (group, tier) by owner, and counters since the start. The owners sum to `total`; `evictable` frames
+    are some of the `cached` ones. A frame that its request has read past counts as cached before its page is."""
 
     PREFIX: ClassVar = "frames_"
     total: int = 0
@@ -106,8 +106,9 @@ def usage_of(frames: Mapping[str, FrameCounts]) -> float:
 def count_frames(group: GroupCache, retired: Sequence[Retired]) -> FrameCounts:
     """A group's frames by owner. `retired` frames wait for steps in flight."""
     released = [part for item in retired for part in item.released if part.group == group.index]
-    pages = [item.pages for item in retired] + [part.dropped for part in released]
-    waiting = np.unique(np.concatenate([NO_PAGES, *pages]))
+    waiting = np.concatenate([NO_PAGES, *(item.pages for item in retired)])
+    if group.table.reclaims:  # a page that was passed before is idle, or will be
+        waiting = waiting[(group.table.ticket[waiting] == 0) & (group.table.pins[waiting] == 0)]
     moving = int(np.count_nonzero(group.table.frame[waiting])) + sum(len(part.frames) for part in released)
     return FrameCounts(
         total=group.num_free + group.frames.num_used + group.frames.num_released,

@@ -54,8 +54,7 @@ class TenantAdmission(Admission):
         return [max(each) for each in zip(*needs, strict=True)] or [0] * len(self._rooms)
 
     def _claims_by_tenant(self, claim: Claim) -> Lengths:
-        """Frames that become held, by group and tenant, and page ids in the last line: what `_claims` reserves for
-        rows, and what a request pins and needs."""
+        """Frames by group and tenant, and last page ids, that become held: what `_claims` reserves, pins and needs."""
         tenants, needs = self._tenants, self._needs(claim)
         hit = claim.begins if isinstance(claim.begins, PrefixHit) else None
         pinned = [NO_PAGES] * len(needs) if hit is None else list(self._pinned_by(hit))

@@ -61,8 +61,7 @@ class Account:
 
 class Tenants(TenantShares):
     """The tenants of one cache, by number; 0 is `default`. Only the thread of the step loop may use it. Arrays of
-    amounts are int64 `[accounts, tenants]`, in units of each room. A step costs O(tenants) in numpy, however many
-    page ids there are."""
+    amounts are int64 `[accounts, tenants]`, in units of each room. A step costs O(tenants) in numpy."""
 
     def __init__(self, terms: Sequence[TenantTerms], plan: MemoryPlan, num_pages: int) -> None:
         self.num_tenants = len(terms)
@@ -177,8 +176,7 @@ class Tenants(TenantShares):
         self._changed()
 
     def limits(self, *, now: bool = True) -> tuple[Lengths, Lengths]:
-        """Floors and ceilings now, or when a change of the size has ended. Without a ceiling all may be held, also what
-        a smaller size will not have."""
+        """Floors and ceilings now, or when a change of the size has ended. Without a ceiling all of now may be held."""
         totals = self._totals(now=now)
         kept = self._limits.get(now)
         if kept is None or not np.array_equal(totals, kept[0]):
@@ -202,8 +200,7 @@ class Tenants(TenantShares):
         return self.terms[self.number(namespace)].ceiling is not None
 
     def most_pages(self, namespace: Namespace) -> int:
-        """Pages of the largest request of a namespace that can ever run: within its ceiling, beside the floors of
-        others."""
+        """Pages of the largest request of a namespace: within its ceiling, beside the floors of others."""
         tenant, (floors, ceilings) = self.number(namespace), self.limits(now=False)
         most = np.minimum(ceilings[:, tenant], self._totals(now=False) - floors.sum(axis=1) + floors[:, tenant])
         low, high = 0, self._plan.num_pages
@@ -258,8 +255,7 @@ class Tenants(TenantShares):
         return self._unit_bytes @ (self.used - self.idle), self._unit_bytes @ self.idle
 
     def wanted_by(self, rows: Rows, counts: Lengths, growing: Rows) -> Lengths:
-        """Frames by group and tenant, and page ids in the last line, that `growing` rows need for `counts[i]` pages
-        more, and all `rows` for their next step."""
+        """Frames by group and tenant, and page ids last: `counts[i]` pages of `growing`, the next step of `rows`."""
         wanted = np.tile(self.by_tenant(growing, counts), (len(self._groups) + 1, 1))
         for at, group in enumerate(self._groups):
             if group.reach.in_place:
@@ -358,8 +354,7 @@ class Tenants(TenantShares):
             yield at, tenant, int(excess[at, tenant])
 
     def cut(self, at: int, tenant: int, units: int) -> int:
-        """From now on only this tenant loses pages: returns how many to evict for an account, 0 where its frames go
-        without pages; these are reclaimed."""
+        """Only this tenant loses pages now. Returns how many to evict for an account, 0 where frames are reclaimed."""
         account = self._accounts[at]
         if account.per_page:
             self._only = tenant

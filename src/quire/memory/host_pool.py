@@ -87,8 +87,7 @@ class HostPool:
     """Host memory for the records of all groups: `frames[i]` frames, and row 0, of the group at index i. It is one
     anonymous mapping of `num_bytes`. The constructor touches it (see `touch`), so that a shortage of memory fails at
     once. `pinned` then registers the rows with CUDA (`PinnedSlices`), if there is one, with `progress` too. The pool
-    owns the memory until `close`; views stay readable after that and read zeros. Raises HostMemoryError, and
-    frees what it had reserved."""
+    owns the memory until `close`; later, views read zeros. Raises HostMemoryError, and frees what it had reserved."""
 
     def __init__(
         self,

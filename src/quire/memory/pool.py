@@ -28,8 +28,7 @@ class Pool:
 
     Without `rows` the pool allocates them (`backing_of`), such that they can be given back if it `shrinks`. With
     `rows`, such as records in host memory, another object owns the memory, and `backing` is what it gave. A `reader` is
-    another device, which computes on frames in host memory. Raises UnsupportedModel for a layout whose fields are not
-    aligned in a frame."""
+    another device that computes on frames in host memory. Raises UnsupportedModel if fields are not aligned."""
 
     def __init__(
         self,

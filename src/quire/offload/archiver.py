@@ -67,8 +67,7 @@ class PendingPaths:
             del self._ends[next(iter(self._ends))]
 
     def first(self, count: int) -> Iterator[tuple[Node, Node, tuple[int, ...]]]:
-        """The oldest paths: the key for `remove`, the node at which the path ends now, and its ends. The caller may
-        add and remove paths meanwhile."""
+        """The oldest paths: key for `remove`, node where it ends now, its ends. The caller may add and remove paths."""
         for node, ends in list(islice(self._ends.items(), count)):
             end = self.cached_end(node)
             if end is None:

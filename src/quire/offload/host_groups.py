@@ -50,8 +50,7 @@ class HostGroup(GroupFrames[HostTokenToKVPoolAllocator]):
     """A page's host frame is freed with its page, or earlier if the group is read in part (not `whole`).
 
     Frames with wrong bytes are `quarantined`, oldest first and at most `max_quarantined`: memory that fails once may
-    fail again. `still_read` has frames without a page that a transfer still reads, and whether to quarantine each of
-    them afterwards."""
+    fail again. `still_read` has frames without a page that a transfer reads, and whether each is quarantined then."""
 
     def __init__(self, index: int, table: Column, allocator: HostTokenToKVPoolAllocator, record_bytes: int) -> None:
         super().__init__(table, allocator)

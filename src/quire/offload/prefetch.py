@@ -230,8 +230,7 @@ class Prefetch:
         return self.limit > self.prefix.start or (self.prefix.branches() and not np.array_equal(tokens, self.tokens))
 
     def stop(self, cause: str = "") -> None:
-        """Fetch no more pieces. Pieces that still arrive are cached, and the answer to `look` still counts. For `cause`
-        see `PrefillAsk.stop`."""
+        """Fetch no more. Pieces that still arrive are cached, and `look` counts. For `cause` see `PrefillAsk.stop`."""
         self.stopped = True
         for move in self.moves:
             if move.lane is Lane.FETCH:  # what has arrived from a peer is checked

@@ -235,8 +235,7 @@ class Prefetcher(ReadAhead[Prefetch]):
         return fixed[self._policy] if self._policy in fixed else self._tiers.break_even.deadline(tokens, num_bytes)
 
     def _decide(self, prefetch: Prefetch) -> None:
-        """Decide how far to fetch: up to the last page after which every group could resume, if that is worth it. A
-        peer computes the rest."""
+        """Decide how far to fetch: to the last page where groups can resume, if it pays. A peer computes the rest."""
         tiers, prefix = self._tiers, prefetch.prefix
         near, far = resume_point(self._partial, prefix.path, tiers.hosts)[0], prefix.far()
         prefetch.limit = prefetch.wanted = prefetch.stored = prefetch.last = min(prefetch.limit, near)

@@ -112,8 +112,7 @@ class Tiering:
             moving.cancelled |= namespace in (None, moving.hold.path.node.namespace)
 
     def delete_stored(self, namespace: Namespace | None) -> None:
-        """Make the store delete a namespace, or all of this model (None), after pending archives. No lookup finds its
-        records meanwhile."""
+        """Delete a namespace, or all (None), in the store after pending archives. No lookup finds it meanwhile."""
         if self.settings.stores:
             self.deletion.flush(namespace)
 
@@ -293,8 +292,7 @@ class Tiering:
     # -- reading for peers
 
     def read(self, namespace: Namespace, tokens: Ids, places: Sequence[Ids]) -> list[Ids] | None:
-        """Host frames of pages of a prompt, by group, whose bytes stay as they are until `end_reading`. None: a page
-        has no good host frame now."""
+        """Host frames of a prompt's pages, by group, which stay until `end_reading`. None: a page lacks one."""
         pages, found = self._tree.match(namespace, tokens).pages, []
         for host, at in zip(self.hosts, places, strict=True):
             if (len(at) and int(at.max()) >= len(pages)) or not host.good(pages[at]).all():
@@ -394,8 +392,7 @@ class Tiering:
         return bool(self._delete_damaged() or self._ended or (is_moving and self.mover.wait(_WAIT_S)))
 
     def settle(self, fetched: Callable[[Transfer], None]) -> int:
-        """Process ended transfers; `fetched` processes those of the prefetcher. Returns their number, plus that of
-        deleted paths."""
+        """Process ended transfers; `fetched` gets those of the prefetcher. Returns how many, with deleted paths."""
         ended = self._ended + self.mover.finished()
         self._ended = []
         for move in ended:
@@ -550,9 +547,8 @@ def _runs(places: np.ndarray) -> list[tuple[int, int]]:
 def worth_saving(
     places: Sequence[np.ndarray], num_bytes: int, settings: TierSettings, page_size: int
 ) -> list[np.ndarray]:
-    """The places of a path, by group, to copy to the host, which are `num_bytes`: all if loading them, which takes as
-    long as saving, would be faster than computing them, or if a store needs them; the first few if the speed is
-    unknown."""
+    """The places of a path, by group, to copy to the host, which are `num_bytes`: all if loading them, as slow as
+    saving, is faster than computing them, or if a store needs them; the first few if the speed is unknown."""
     if settings.always or settings.stores:
         return list(places)
     even, most = settings.break_even, max(map(len, places))

@@ -129,8 +129,7 @@ DEFAULT_POLICY = "density"
 def register_eviction(name: str, policy: Callable[[], EvictionPolicy]) -> None:
     """Register an eviction policy under a name, for every cache and engine of this process; each calls `policy()`.
 
-    The process of a server imports the main program again: call this at its top level. Raises InvalidInput if the name
-    is in use."""
+    The process of a server imports the main program again: call this at its top level. A name in use: InvalidInput."""
     if POLICIES.setdefault(name, policy) is not policy:
         raise InvalidInput(f"there is an eviction policy '{name}'.", fix="give yours another name.")
 

@@ -65,8 +65,7 @@ class Evicted(NamedTuple):
 
 
 def find(root: Node | None, tokens: Ids, page_size: int) -> tuple[Ids, list[Node]]:
-    """The pages of the longest cached prefix of `tokens`, and their nodes; the last one may be matched in part.
-    O(edges + bytes compared)."""
+    """The pages of the longest cached prefix, and their nodes, the last perhaps in part. O(edges + bytes compared)."""
     path: list[Node] = []
     if root is None:
         return _NO_PAGES, path

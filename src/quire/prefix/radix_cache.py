@@ -222,8 +222,7 @@ class RadixCache:
     def evict(self, num_pages: int, cause: str = "") -> Ids:
         """Remove up to `num_pages` pages on the device that no lease holds, in the policy's order, with their copies
         and all pages below them in the tree; returns all of them. A leaf loses its last pages first, and with them
-        those that no request can begin after then. O(leaves evicted), plus the cost of the policy. `cause` is for
-        explanations."""
+        those that no request can begin after then. O(leaves evicted), plus the policy. `cause` is for explanations."""
         removed: list[bytes] = []
         eviction = self._eviction(cause)
         while num_pages > 0 and (node := self._tiers.victim()) is not None:
@@ -318,8 +317,7 @@ class RadixCache:
             self._arrive(node)
 
     def countable(self, lease: Lease, start: int, stop: int) -> int:
-        """How far copies of pages `start..stop - 1` of a pinned path would count: a copy counts if all earlier pages of
-        its edge have one."""
+        """How far copies of pages `start..stop - 1` of a pinned path count: while all pages of an edge have one."""
         for node in reversed(path_to(lease.node)):
             if node.depth >= stop:
                 break

@@ -210,21 +210,20 @@ class Scheduler:
     def _committing(self, step: Step, settled: Lengths) -> Rows:
         """Works to commit now, in order, given the number of settled tokens of each: prompts, page by page, and
         requests whose commit frees frames, or whose states need the number of accepted drafts."""
-        admission, rows = self._cache.admission, step.batch.rows
+        admission, passing, rows = self._cache.admission, self._cache.passing, step.batch.rows
         if step.is_decode and not admission.frees_early:
             return rows[:0]
-        pages = settled // self._cache.page_size
-        filled = pages > self._rows.committed[rows]
-        if admission.frees_early:
-            freeing = filled.nonzero()[0]
-            freeing = freeing[admission.frees(rows[freeing], pages[freeing])]
-            if step.is_decode:
-                return freeing
-        whole = filled & (step.counts > np.maximum(step.draw_counts, 1))
+        size = self._cache.page_size
+        if step.is_decode:
+            at_end = (settled % size == 0).nonzero()[0]
+            return passing.pass_by(step.batch, at_end, settled[at_end] // size) if len(at_end) else at_end
+        pages = settled // size
+        whole = (pages > self._rows.committed[rows]) & (step.counts > np.maximum(step.draw_counts, 1))
         if admission.has_states:
             whole |= (step.draw_counts > 1) & (settled >= 0)
         if admission.frees_early:
-            whole[freeing] = True
+            others = (~whole).nonzero()[0]
+            whole[passing.pass_by(step.batch, others, pages[others])] = True
         return whole.nonzero()[0]
 
     def _commit(self, requests: Sequence[Request]) -> None:

@@ -31,8 +31,7 @@ class PrefillAsk(Protocol):
         """Whether it has ended, and what has not arrived will not be used."""
 
     def stop(self, cause: str = "") -> None:
-        """What has not arrived is not wanted any more. `cause` is "deadline" or "damaged"; "" if its request has
-        begun or ended."""
+        """What has not arrived is not wanted. `cause` is "deadline" or "damaged"; "": its request began or ended."""
 
     def release(self, num_tokens: int) -> None:
         """All its transfers are settled; so many tokens of the prompt arrived whole."""

@@ -188,8 +188,7 @@ class Transfer:
         self.stopping = True
 
     def wait(self) -> None:
-        """Wait for the bytes, or let what is computed from now on follow copies that are queued. Raises MoveFailed if
-        they will not arrive."""
+        """Wait for the bytes, or let later work follow queued copies. Raises MoveFailed if they will not arrive."""
         while self.is_driven and not self.done and not self._has_arrived:
             self.advance()
             if self.over:

@@ -148,8 +148,7 @@ class VirtualMover(Mover):
         return queued.end
 
     def _expire(self, transfer: Transfer) -> None:
-        """A transfer whose deadline has passed ends if it waits in its queue. One that has begun continues, and may use
-        its frames, until its own end."""
+        """A transfer past its deadline ends if it is in a queue. One that has begun uses its frames to its own end."""
         queue = self._queues[transfer.lane.queue]
         queued = next(queued for queued in queue if queued.transfer is transfer)
         self._has_news = True

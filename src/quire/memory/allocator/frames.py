@@ -118,8 +118,7 @@ class PageIdFrames(PageFrames):
         self._num_bound -= len(self.table.unbind(pages))
 
     def move(self, old_pages: Ids, new_pages: Ids) -> None:
-        """As `PageFrames.move`, but the frames of `new_pages` are their own: they have the same content, if it is not
-        damaged."""
+        """As `PageFrames.move`, but `new_pages` have frames of their own, with the same content unless damaged."""
         self.drop(old_pages)
         self._unchecked.append(self.take(new_pages))
 

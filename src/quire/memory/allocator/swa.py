@@ -101,8 +101,7 @@ class SWATokenToKVPoolAllocator(TokenSlots, PageFrames):
         self.drop(pages.astype(np.int32))
 
     def vacate(self, pages: IdArray) -> None:
-        """Free the windows of these pages, which stay allocated and map to 0. Raises InvalidFree, changing nothing, if
-        a page is not allocated or has no window."""
+        """Free the windows of these pages, which stay. Raises InvalidFree, changing nothing, if one has no window."""
         self.full_attn_allocator.ids.check_out(pages)
         pages = pages.astype(np.int32, copy=False)
         gone = pages[~self.table.present(pages)]

@@ -59,8 +59,7 @@ def directory_of(url: str) -> str | None:
 def register_store(scheme: str, opener: Opener) -> None:
     """Register `opener(url, capacity, *, counts_use)` for `storage="SCHEME://..."`, in this process.
 
-    The process of a server imports the main program again: call this at its top level. Raises InvalidInput for a scheme
-    that is invalid or in use."""
+    The process of a server imports the main program again: call this at its top level. Wrong or used: InvalidInput."""
     if not _SCHEME.fullmatch(f"{scheme}://") or _BACKENDS.setdefault(scheme.lower(), opener) is not opener:
         raise InvalidInput(f"'{scheme}' cannot be the scheme of a store.", fix="give another one, such as mystore.")
 

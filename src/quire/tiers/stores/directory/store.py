@@ -60,8 +60,8 @@ TRY_AGAIN = "try again if another process is busy with it; if it is damaged, rem
 def open_directory(
     path: Path, capacity: int | None, slab_bytes: int | None, *, direct: bool | None, threads: int, busy_seconds: float
 ) -> tuple[Index, SlabAllocator]:
-    """Open or create it; see `DirectoryStore`. On a full disk the store can be read, with a warning. Raises StoreError,
-    and InvalidInput for sizes below 1."""
+    """Open or create it; see `DirectoryStore`. A full disk: read only, with a warning. Raises StoreError, or
+    InvalidInput for sizes below 1."""
     if any(size is not None and size < 1 for size in (capacity, slab_bytes)):
         raise InvalidInput(
             f"a store of {capacity} bytes in slabs of {slab_bytes} holds nothing.", fix="give sizes above zero."

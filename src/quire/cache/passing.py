@@ -1,0 +1,47 @@
+"""Passing: windows move on before pages are cached. Whole pages of an answer enter the tree together, when its request
+ends or another one may ask for them. Frames that a window has read past are idle before, for pages to come; those that
+are not reclaimed stay with their pages.
+
+    |-- cached, leased --|-- private, passed: idle --|-- private, read --|
+    0                    protected                   first[row]          allocated
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from quire.cache.groups import NewPages, PagedGroup
+from quire.cache.running import Lengths, Rows, RunningBatch, RunningTables
+from quire.cache.states import GroupCache
+
+
+class Passing:
+    """The windows of one cache. A commit changes the `settling` groups. If pages that enter the tree are saved with
+    their frames (`saves`), windows move on with a commit. `retire` gets what no launched step will read."""
+
+    def __init__(
+        self, groups: Sequence[GroupCache], rows: RunningTables, retire: Callable[..., None], *, saves: bool
+    ) -> None:
+        partial = [group for group in groups if not group.reach.whole]
+        self.settling = groups if saves else partial
+        self._windows = [group for group in partial if isinstance(group, PagedGroup) and not saves]
+        self._others = [group for group in partial if group not in self._windows]
+        self._rows, self._retire = rows, retire
+
+    def pass_by(self, batch: RunningBatch, places: Rows, num_pages: Lengths) -> Rows:
+        """The requests at these places have `num_pages[i]` settled whole pages, and compute no prompt: pages of one may
+        give their frames to cached ones that have lost theirs. Returns those of which a commit frees other frames."""
+        rows = batch.rows[places]
+        commits = moves = np.zeros(len(rows), dtype=np.bool_)
+        for group in self._others:
+            commits = commits | group.frees(rows, num_pages)
+        for window in self._windows:
+            moves = moves | window.frees(rows, num_pages)
+        some = (moves & ~commits).nonzero()[0]
+        if len(some):
+            ends, kvs = num_pages[some], [batch.kvs[at] for at in places[some].tolist()]
+            new = NewPages(kvs, rows[some], ends, ends, self._rows.pages)
+            self._retire(released=[part for group in self._windows for part in group.pass_by(new)])
+        return places[commits]
