@@ -5,7 +5,8 @@
 
 Ways take turns in short bursts, and the shortest burst of each counts. With one thread it is CPU time, so that other
 programs disturb less. `plain` is transformers' code on plain weights, `packed` the same code on packed ones, `layers`
-fused layers with transformers' code around them, and `decoder` what a model runs by default.
+fused layers with transformers' code around them, `decoder` those without it, and `one call` what a model runs by
+default.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from quire.spec.bundled import DEFAULT_MODEL
 PAGE, CONTEXT = 16, 256
 STEPS = ((1, 1), (16, 1), (64, 1), (1, 256))
 """Sequences, and the last tokens of each that a step computes."""
-WAYS = ("plain", "packed", "layers", "decoder")
+WAYS = ("plain", "packed", "layers", "decoder", "one call")
 BURSTS, REPEATS = 25, 4
 
 
@@ -72,7 +73,9 @@ class Step:
 def loaded(way: str, dtype: str) -> LoadedModel:
     """The bundled model, which computes in one of the ways."""
     model = load_model(DEFAULT_MODEL, dtype=dtype, pack=way != "plain")
-    if way != "decoder":
+    if way == "decoder" and model._decoder is not None:
+        model._decoder.native.is_on = False
+    elif way != "one call":
         model._decoder = None
     for layer in model.module.modules():
         fused: Any = layer.__dict__.get("forward")

@@ -43,11 +43,14 @@ def packed(model: LoadedModel) -> list[bool]:
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("kind", FUSED)
 def test_fused_layers_equal_the_plain_model(kind: str, native: bool) -> None:
+    """Layer by layer; test_native_decoder.py has them in one call."""
     use_native(native)
     try:
         model = tiny(**FUSED[kind])
     finally:
         use_native(True)
+    if model._decoder is not None:
+        model._decoder.native.is_on = False
     assert model.num_fused == model.num_layers and all(packed(model)) and model._decoder is not None
     assert error(model, **FUSED[kind]) < 1e-4
     model.capture([0])  # as for a draft head: transformers' code around the same layers

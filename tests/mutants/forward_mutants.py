@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 
 from quire.kernels.hidden_states import RowFunctions
+from quire.kernels.native.decoder import LayerParts
 from quire.models import decoder_layer, linear
 from quire.models.decoder_layer import FusedDecoder, FusedLayer
+from quire.models.forward import RunningForward
 from quire.models.hf import LoadedModel
 from quire.models.linear import Packing, Product
+from quire.models.native_decoder import NativeDecoder
 from tests.mutants.mutants import Patch, mutant
 
 # -- packed weights
@@ -195,3 +199,31 @@ def captured_layers_are_passed_over(patch: Patch) -> None:
             model._captured = captured
 
     patch.setattr(LoadedModel, "run", run)
+
+
+# -- layers in one call
+
+
+@mutant("layers in one call", "a norm that was replaced alone is not that of the next step")
+def replaced_weights_are_passed_over(patch: Patch) -> None:
+    def has(layer: FusedLayer, parts: LayerParts) -> bool:
+        return layer._heads_of.native is parts.products[0]
+
+    patch.setattr(FusedLayer, "has", has)
+
+
+@mutant("layers in one call", "a step writes and reads the pools of the step before")
+def pools_are_not_compared(patch: Patch) -> None:
+    real = NativeDecoder._is_current
+
+    def is_current(decoder: NativeDecoder, forward: RunningForward) -> bool:
+        if all(known() is not None for known in decoder._where[0]):  # no memory that was freed is written
+            decoder._where = [ref(pool) for pool in forward.pools], forward.ordinal
+        return real(decoder, forward)
+
+    patch.setattr(NativeDecoder, "_is_current", is_current)
+
+
+@mutant("layers in one call", "a call of all layers that gives other numbers serves requests")
+def a_call_that_differs_is_used(patch: Patch) -> None:
+    patch.setattr(LoadedModel, "_check", lambda model, plain: None)

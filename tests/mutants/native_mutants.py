@@ -11,6 +11,7 @@ from pathlib import Path
 from quire.kernels import backend, hidden_states
 from quire.kernels.native import library, products
 from quire.kernels.native.library import Native, build, sources
+from quire.models import native_decoder
 from tests.kernels.native.emulated_pairs import with_pairs
 from tests.mutants.mutants import Patch, mutant
 
@@ -25,12 +26,14 @@ def _changed(
         assert texts[source].count(right_text) == 1, f"the source of {name} has changed"
         texts[source] = texts[source].replace(right_text, wrong_text)
         unit = source if source.endswith(".cpp") else "attention.cpp"
-        texts = {each: text for each, text in texts.items() if each == unit or each.endswith(".h")}
+        if unit != "decoder.cpp":  # which calls the others
+            texts = {each: text for each, text in texts.items() if each == unit or each.endswith(".h")}
         patch.setattr(library, "_FLAGS", tuple("-O1" if flag == "-O3" else flag for flag in library._FLAGS))
         with tempfile.TemporaryDirectory() as folder:
             path = build(texts, Path(folder))
             loaded = ctypes.CDLL(str(path))
-        user = {"attention.cpp": backend, "products.cpp": products}.get(unit, hidden_states)
+        users = {"attention.cpp": backend, "products.cpp": products, "decoder.cpp": native_decoder}
+        user = users.get(unit, hidden_states)
         patch.setattr(user, "native", lambda: Native(loaded, path))
 
     apply.__name__ = name
@@ -49,6 +52,31 @@ _products(
     "outputs beyond the last whole panel of a product are what the memory had",
     "(of.outputs + of.width - 1) / of.width;",
     "std::max<int64_t>(1, of.outputs / of.width);",
+)
+_layers = partial(_changed, source="decoder.cpp", killer="native layers")
+_layers(
+    "values_are_stored_as_keys",
+    "where layers are computed in one call, keys are stored in the place of values",
+    "call.value.at(place, head), value +",
+    "call.value.at(place, head), key +",
+)
+_layers(
+    "all_layers_have_the_frames_of_the_first_group",
+    "where layers are computed in one call, layers with a window read and write the frames of others",
+    "pass.groups[layer.group]",
+    "pass.groups[0 * layer.group]",
+)
+_layers(
+    "the_last_layer_adds_nothing",
+    "where layers are computed in one call, the rows lack what the last feed-forward network adds",
+    "pass.hidden, pending, last.second_norm",
+    "pass.hidden, nullptr, last.second_norm",
+)
+_layers(
+    "drafts_of_a_tree_see_their_siblings",
+    "where layers are computed in one call, a draft sees drafts of other branches",
+    "call.parents = group.parents;",
+    "call.parents = nullptr;",
 )
 _rows = partial(_changed, source="hidden_states.cpp", killer="row functions")
 

@@ -68,7 +68,7 @@ from tests.memory.mamba_machine import run_mamba
 from tests.memory.resized_machine import run_resized
 from tests.memory.swa_machine import run_swa
 from tests.memory.test_idle_frames import check_idle_order
-from tests.models import test_packing
+from tests.models import test_native_decoder, test_packing
 from tests.mutants import (
     arena_mutants,
     bounds_mutants,
@@ -250,6 +250,15 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "bounds": [lambda seed=seed: check_bounds(seed) for seed in range(20)],
     "native bfloat16": [lambda seed=seed: check_narrow(seed) for seed in range(10)],
     "native": [lambda seed=seed: check_native(seed) for seed in range(12)],
+    "native layers": [
+        lambda: test_native_decoder.test_one_call_is_layer_by_layer("qwen2_sliding", torch.float32),
+        test_native_decoder.check_tree,
+    ],
+    "layers in one call": [
+        test_native_decoder.check_pools,
+        test_native_decoder.check_new_weights,
+        test_native_decoder.check_that_a_difference_shows,
+    ],
     "native products": [lambda shape=shape: check_products(torch.float32, *shape) for shape in ((70, 100), (256, 512))],
     "triton": [lambda seed=seed: check_triton(seed) for seed in range(12)],
     "row functions": [
@@ -518,7 +527,16 @@ def noticed(killer: str) -> bool:
 
 LONG = (
     *("aborts", "draft heads", "draft models", "draft trees", "graphs", "held frames", "links", "native"),
-    *("native bfloat16", "native products", "prediction layers", "row functions", "silence", "spoiled pages", "triton"),
+    *(
+        "native bfloat16",
+        "native layers",
+        "native products",
+        "prediction layers",
+        "row functions",
+        "silence",
+        "spoiled pages",
+        "triton",
+    ),
 )
 """What these run takes seconds for each mutant."""
 

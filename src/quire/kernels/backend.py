@@ -152,6 +152,14 @@ class AttentionBackend:
         """Counters and gauges now; `backend` is the line of `about`."""
         return AttentionCounters(self.about(), torch.get_num_threads(), dict(self.calls), dict(self.fallbacks))
 
+    def native(self, calls: int) -> NativeAttention | None:
+        """The native kernel, for so many calls on plain fields, which are counted; None if another one computes."""
+        found = self._kernel if self._chosen != "torch" and self._word == "native" else None
+        if not isinstance(found, NativeAttention):
+            return None
+        self.calls[self._word] += calls
+        return found
+
     def kernel(self, query: Tensor, reader: KVReader, *, refused: str = "") -> AttentionKernel | None:
         """The kernel if it can compute a call; None for torch's operators. Counts the call. `refused` is the reason of
         a caller whose call the kernel has no function for."""

@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from quire.kernels.hidden_states import row_functions
+from quire.kernels.native.decoder import LayerParts
 from quire.models.attention import OWN_ATTENTION, CallOptions, attend
-from quire.models.forward import ProbingForward, forward_pass, in_forward
+from quire.models.forward import ProbingForward, current_forward, forward_pass, in_forward
 from quire.models.linear import CLOSE, CpuLinear, Product
+from quire.models.native_decoder import NativeDecoder
 
 _LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -47,6 +49,7 @@ class FusedLayer:
             (norm, norm.variance_epsilon) for norm in (layer.input_layernorm, layer.post_attention_layernorm)
         ]
         self._head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
+        self._all_norms = [norm for norm, _ in self._norms] + list(self._head_norms or ())
         found = [
             module._product for module in (attention.q_proj, attention.o_proj, layer.mlp.gate_proj, layer.mlp.down_proj)
         ]
@@ -56,6 +59,28 @@ class FusedLayer:
         weight = layer.input_layernorm.weight
         self._rows = row_functions(weight.device, weight.dtype)
         self.backend = self._rows.backend
+
+    def parts(self) -> LayerParts | None:
+        """What the library computes the layer with; None if it cannot."""
+        products = [each.native for each in (self._heads_of, self._out, self._pairs, self._down)]
+        found = tuple(product for product in products if product is not None)
+        if self.backend != "native" or len(found) < len(products):
+            return None
+        return LayerParts(
+            products=found,
+            norms=tuple((norm.weight, norm.variance_epsilon) for norm in self._all_norms),
+            terms=self._options,
+            queries=self._num_queries,
+            keys=self._num_keys,
+            dim=self._dim,
+        )
+
+    def has(self, parts: LayerParts) -> bool:
+        """Whether its weights are those of `parts`."""
+        products = self._heads_of, self._out, self._pairs, self._down
+        return all(each.native is found for each, found in zip(products, parts.products, strict=True)) and all(
+            norm.weight is weight for norm, (weight, _) in zip(self._all_norms, parts.norms, strict=True)
+        )
 
     def __call__(self, hidden_states: Tensor, *args: Any, position_embeddings: Any = None, **others: Any) -> Tensor:
         """Rows after the layer, `[1, T, hidden]`, of rows before it; `position_embeddings` are two `[1, T, dim]`."""
@@ -89,6 +114,7 @@ class FusedDecoder:
         self._head: Product = model.lm_head._product
         weight = decoder.norm.weight
         self._rows = row_functions(weight.device, weight.dtype)
+        self.native = NativeDecoder(self._layers)
 
     @classmethod
     def of(cls, model: Any, inputs: dict[str, Any]) -> FusedDecoder | None:
@@ -122,6 +148,8 @@ class FusedDecoder:
         """What the last layer returns, `[T, hidden]`."""
         hidden: Tensor = self._embedding(tokens)[None]
         angles = self._rotary(hidden, positions[None])
+        if self.native.run(current_forward(), hidden[0], angles[0][0], angles[1][0]):
+            return hidden[0]
         for layer in self._layers:
             hidden = layer(hidden, position_embeddings=angles)
         return hidden[0]

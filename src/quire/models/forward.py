@@ -20,6 +20,7 @@ from quire.errors import UnsupportedModel
 from quire.kernels.batch import PagedBatch
 from quire.kernels.fields import LatentFields, PagedField, Writer
 from quire.kernels.moves import Pieces
+from quire.kernels.native.decoder import LayerFields
 from quire.kernels.page_bounds import PageBounds
 from quire.kernels.state import StateBatch
 from quire.memory.pool import Pool
@@ -43,7 +44,7 @@ class RunningForward:
 
     def __init__(self, pools: Sequence[Pool], batches: Sequence[PagedBatch | StateBatch], *, first: int = 0) -> None:
         self.hisparse = hot_buffers_of(pools)
-        self.batches = tuple(batches)
+        self.pools, self.batches = tuple(pools), tuple(batches)
         self._groups = tuple(zip(pools, batches, strict=True))
         self.first = self.ordinal = first
         self.shared: dict[str, Any] = {}  # what layers share with later ones of this pass, by their kind
@@ -69,6 +70,11 @@ class RunningForward:
         """The rows of a field with entries per token, and the batch of its group."""
         pool, batch = self._find(name, ordinal)
         return paged_field(pool, name, ordinal, batch.backend.writer), batch
+
+    def fields(self, ordinal: int) -> LayerFields:
+        """The keys and values of a call, and the number of its group."""
+        (keys, batch), (values, _) = self.rows("k", ordinal), self.rows("v", ordinal)
+        return LayerFields(keys, values, next(at for at, each in enumerate(self.batches) if each is batch))
 
     def latents(self, ordinal: int, prefix: str = "") -> tuple[LatentFields, PagedBatch]:
         """The fields of a call's latents and rotary keys, and the batch of their group."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -45,6 +46,8 @@ from quire.spec.kv_format import plain_format
 from quire.spec.layers import AttentionCall, Call, LatentCall, LayerField
 from quire.spec.layout import DType
 from quire.spec.model import ModelSpec, config_dtype
+
+logger = logging.getLogger(__name__)
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
@@ -135,8 +138,24 @@ class LoadedModel:
             self.num_fused, self._fused_backend = len(fused), fused[0].backend if fused else ""
             self._decoder = FusedDecoder.of(model, self._inputs) if self.num_fused == self.num_layers else None
         if check:
-            check_forward(self, plain=plain)
+            self._check(plain)
         self.weight_bytes = weight_bytes(model)
+
+    def _check(self, plain: Sequence[Tensor]) -> None:
+        """Check the steps that go layer by layer, then those of one call, which is not used if it differs. Raises
+        ModelCheckFailed."""
+        native = None if self._decoder is None else self._decoder.native
+        if native is not None:
+            native.is_on = False
+        check_forward(self, plain=plain)
+        if native is None:
+            return
+        native.is_on = True
+        try:
+            check_forward(self, plain=plain)
+        except ModelCheckFailed as error:
+            logger.warning("layers of '%s' are computed one by one: %s", self.name, error)
+            native.is_on = False
 
     @cached_property
     def weights_fingerprint(self) -> bytes:

@@ -35,7 +35,9 @@ class _Field(ctypes.Structure):
     )
 
 
-class _Call(ctypes.Structure):
+class KernelCall(ctypes.Structure):
+    """`Call` of call.h."""
+
     _fields_ = (
         *(("query", _P), ("query_row", _I64), ("query_head", _I64), ("out", _P), ("lse", _P), ("sinks", _P)),
         *((name, _Field) for name in ("key", "key_tail", "value")),
@@ -52,7 +54,7 @@ class NativeAttention:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._attend = library.quire_attend
-        self._attend.argtypes, self._attend.restype = (ctypes.POINTER(_Call),), None
+        self._attend.argtypes, self._attend.restype = (ctypes.POINTER(KernelCall),), None
 
     def pages(
         self,
@@ -65,7 +67,7 @@ class NativeAttention:
     ) -> tuple[Tensor, Tensor | None]:
         starts, contexts, frames = _int32(batch.query_starts), _int32(batch.context_lens), _int32(batch.frames)
         parents = None if batch.parents is None else _int32(batch.parents)
-        call = self._call(query, parts, terms)
+        call = self.described(query, parts, terms)
         call.starts, call.contexts, call.frames = starts.ctypes.data, contexts.ctypes.data, frames.ctypes.data
         call.parents = None if parents is None else parents.ctypes.data
         call.frame_row, call.sequences, call.rows = frames.shape[1], len(contexts), int(starts[-1])
@@ -79,17 +81,18 @@ class NativeAttention:
         self, query: Tensor, parts: Sequence[PagedField | None], slots: Tensor, hidden: Tensor, terms: AttentionTerms
     ) -> tuple[Tensor, Tensor]:
         slots, hidden = slots.contiguous(), hidden.contiguous()
-        call = self._call(query, parts, terms)
+        call = self.described(query, parts, terms)
         call.slots, call.hidden, call.selected = slots.data_ptr(), hidden.data_ptr(), slots.shape[1]
         call.rows = len(slots)
         out, lse = self._run(call, query, keep_lse=True)
         assert lse is not None
         return out, lse
 
-    def _call(self, query: Tensor, parts: Sequence[PagedField | None], terms: AttentionTerms) -> _Call:
+    def described(self, query: Tensor, parts: Sequence[PagedField | None], terms: AttentionTerms) -> KernelCall:
+        """A call of these terms on these fields, without the rows of a step."""
         key, tail, value = parts
         assert key is not None
-        call = _Call(query=query.data_ptr(), query_format=FORMATS[query.dtype])
+        call = KernelCall(query=query.data_ptr(), query_format=FORMATS[query.dtype])
         call.scale, call.softcap = terms.scale, terms.softcap or 0
         call.query_row, call.query_head = (stride * query.element_size() for stride in query.stride()[:2])
         call.key, call.page_size, call.kv_heads = _field(key)
@@ -100,7 +103,7 @@ class NativeAttention:
         call.heads, call.threads = query.shape[1], torch.get_num_threads()
         return call
 
-    def _run(self, call: _Call, query: Tensor, *, keep_lse: bool) -> tuple[Tensor, Tensor | None]:
+    def _run(self, call: KernelCall, query: Tensor, *, keep_lse: bool) -> tuple[Tensor, Tensor | None]:
         width = call.value.width or call.key.width + call.key_tail.width
         out = query.new_empty(query.shape[0], query.shape[1], width, dtype=torch.float32 if keep_lse else query.dtype)
         lse = query.new_empty(query.shape[:2], dtype=torch.float32) if keep_lse else None

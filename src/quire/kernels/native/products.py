@@ -16,7 +16,9 @@ _WIDTHS = (64, 48, 32, 24, 16, 8)
 _P, _I64, _I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
 
-class _Panels(ctypes.Structure):
+class Panels(ctypes.Structure):
+    """`Panels` of products.h."""
+
     _fields_ = (
         *((name, _P) for name in ("weights", "bias")),
         *((name, _I64) for name in ("inputs", "outputs", "depth", "width")),
@@ -27,7 +29,7 @@ class _Panels(ctypes.Structure):
 class NativeProduct:
     """The product with the weights of a packed tensor, which the caller keeps, and with a bias."""
 
-    def __init__(self, library: ctypes.CDLL, panels: _Panels) -> None:
+    def __init__(self, library: ctypes.CDLL, panels: Panels) -> None:
         self.panels = panels
         self._place = ctypes.addressof(panels)
         self._multiply: Any = library.quire_multiply
@@ -50,7 +52,7 @@ def native_products(packed: Tensor, bias: Tensor | None, inputs: int, outputs: i
     numbers = int(torch.ops.mkldnn._nbytes(packed)) // packed.dtype.itemsize
     for width in _WIDTHS:
         depth, rest = divmod(numbers, -(-outputs // width) * width)
-        panels = _Panels(
+        panels = Panels(
             weights=int(torch.ops.mkldnn.data_ptr(packed)),
             bias=None if bias is None else bias.data_ptr(),
             inputs=inputs,

@@ -1,0 +1,137 @@
+"""All decoder layers of a step of few rows in one call of the library, which writes the pages and reads them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quire.kernels.batch import PagedBatch
+from quire.kernels.fields import PagedField
+from quire.kernels.native.attention import KernelCall, NativeAttention
+from quire.kernels.native.products import FORMATS, NativeProduct, Panels
+from quire.kernels.terms import AttentionTerms
+
+MOST_ROWS = 64
+_P, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+Norm = tuple[Tensor, float]
+"""A weight and its epsilon."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerParts:
+    """What a layer computes with. `products`: of queries, keys and values; after attention; of gate and up; after
+    these. `norms`: before attention and after it, and of queries and keys where heads are normalised."""
+
+    products: tuple[NativeProduct, ...]
+    norms: tuple[Norm, ...]
+    terms: AttentionTerms
+    queries: int
+    keys: int
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFields:
+    """The keys and values of a layer, and which of the step's batches says where they are."""
+
+    key: PagedField
+    value: PagedField
+    group: int
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, Panels) for name in ("heads", "out", "pairs", "down")),
+        *((name, _P) for name in ("first_norm", "second_norm", "query_norm", "key_norm")),
+        *((name, _F32) for name in ("first_eps", "second_eps", "head_eps")),
+        ("group", _I32),
+        ("attention", KernelCall),
+    )
+
+
+class _Group(ctypes.Structure):
+    _fields_ = (
+        *((name, _P) for name in ("starts", "contexts", "frames", "parents", "slots")),
+        *((name, _I64) for name in ("frame_row", "sequences")),
+    )
+
+
+class _Pass(ctypes.Structure):
+    _fields_ = (
+        *((name, _P) for name in ("layers", "groups", "hidden", "cosines", "sines")),
+        *((name, _I64) for name in ("num_layers", "rows", "width", "dim", "queries", "keys")),
+        *((name, _I32) for name in ("format", "threads")),
+    )
+
+
+class NativeLayers:
+    """The layers of one model on its fields, in one dtype. Fields and weights stay where they are; the caller makes it
+    anew when they were replaced."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        attention: NativeAttention,
+        parts: Sequence[LayerParts],
+        fields: Sequence[LayerFields],
+    ) -> None:
+        self._decode = library.quire_decode
+        self._decode.argtypes, self._decode.restype = (_P,), None
+        self._kept = list(parts)  # whose tensors have addresses in `_layers`
+        self._dtype = parts[0].norms[0][0].dtype
+        layers = [self._layer(attention, *each) for each in zip(parts, fields, strict=True)]
+        self._layers = (_Layer * len(layers))(*layers)
+        first = parts[0]
+        self._pass = _Pass(layers=ctypes.addressof(self._layers), num_layers=len(layers), format=FORMATS[self._dtype])
+        self._pass.width, self._pass.dim = len(first.norms[0][0]), first.dim
+        self._pass.queries, self._pass.keys = first.queries, first.keys
+
+    @classmethod
+    def can_run(cls, parts: Sequence[LayerParts], fields: Sequence[LayerFields]) -> bool:
+        """Whether the layers have heads of one kind, and fields store rows as they are, on the device."""
+        dtype = parts[0].norms[0][0].dtype
+        heads = {(each.queries, each.keys, each.dim) for each in parts}
+        every = [field for each in fields for field in (each.key, each.value)]
+        return len(heads) == 1 and all(
+            rows.dtype is dtype and kv_format is None and rows.dim() == 4 and not field.on_host
+            for field in every
+            for rows, _, kv_format in [field.stored]
+        )
+
+    def _layer(self, attention: NativeAttention, parts: LayerParts, fields: LayerFields) -> _Layer:
+        query = torch.empty(1, parts.queries, parts.dim, dtype=self._dtype)
+        call = attention.described(query, (fields.key, None, fields.value), parts.terms)
+        call.window, call.chunked, call.out_format = parts.terms.window, parts.terms.chunked, call.query_format
+        panels = [Panels.from_buffer_copy(product.panels) for product in parts.products]
+        for each in panels:
+            each.rows_format = FORMATS[self._dtype]
+        weights = [weight.data_ptr() for weight, _ in parts.norms] + [None, None]
+        epsilons = [eps for _, eps in parts.norms] + [0.0]
+        return _Layer(*panels, *weights[:4], *epsilons[:3], fields.group, call)
+
+    def compute(self, hidden: Tensor, cos: Tensor, sin: Tensor, batches: Sequence[PagedBatch]) -> None:
+        """Turn `hidden` `[T, width]`, contiguous, from what the embedding gave into what the last layer returns, with
+        angles `cos` and `sin` `[T, dim]`. Keys and values are written as `batches` say."""
+        made = [_group(batch) for batch in batches]
+        groups = (_Group * len(made))(*(group for group, _ in made))
+        step = self._pass
+        step.groups, step.hidden = ctypes.addressof(groups), hidden.data_ptr()
+        step.cosines, step.sines = cos.data_ptr(), sin.data_ptr()
+        step.rows, step.threads = len(hidden), torch.get_num_threads()
+        self._decode(ctypes.addressof(step))
+
+
+def _group(batch: PagedBatch) -> tuple[_Group, list[npt.NDArray[np.int32] | None]]:
+    """A batch for the library, and the arrays that it points to."""
+    frames = np.ascontiguousarray(batch.frames, dtype=np.int32)
+    given = batch.query_starts, batch.context_lens, frames, batch.parents, batch.slots
+    arrays = [None if each is None else np.ascontiguousarray(each, dtype=np.int32) for each in given]
+    places = (None if each is None else each.ctypes.data for each in arrays)
+    return _Group(*places, frames.shape[1], len(batch.context_lens)), arrays

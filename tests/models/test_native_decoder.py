@@ -1,0 +1,162 @@
+"""Layers in one call of the library: bit by bit what they are one by one, in logits and in pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire.errors import ModelCheckFailed
+from quire.kernels.backend import AttentionBackend
+from quire.kernels.batch import PagedBatch
+from quire.kernels.native.decoder import MOST_ROWS, NativeLayers
+from quire.kernels.native.library import native
+from quire.memory.pool import Pool
+from quire.models import hf
+from quire.models.forward import RunningForward
+from quire.models.hf import LoadedModel
+from quire.spec.kv_format import KV_FORMATS
+from tests.models.schedule import Schedule
+from tests.models.test_trees import PROMPT, TREE, Text
+from tests.tiny_models import VOCAB_SIZE, build_tiny
+
+needs_library = pytest.mark.skipif(native().library is None, reason=native().reason)
+pytestmark = needs_library
+KINDS = ("llama_gqa", "llama_yarn", "qwen2", "qwen2_sliding", "qwen3", "mistral", "tied")
+
+
+def loaded(kind: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
+    settings = {"tie_word_embeddings": True} if kind == "tied" else {}
+    model = LoadedModel(build_tiny("llama_gqa" if kind == "tied" else kind, **settings).to(dtype), name=kind)
+    assert model._decoder is not None and model._decoder.native.is_on
+    return model
+
+
+def bits(pools: list[Pool]) -> list[torch.Tensor]:
+    return [tensor.contiguous().view(torch.uint8).clone() for pool in pools for _, tensor in pool.tensors]
+
+
+def check_steps(model: LoadedModel) -> None:
+    """All steps of the schedule, in one call of the library each, then layer by layer."""
+    assert model._decoder is not None
+    decoder, schedule, found = model._decoder.native, Schedule(), []
+    before = decoder.num_steps
+    for decoder.is_on in (True, False):
+        frames = schedule.frames(model)
+        logits = [schedule.run(model, frames, step) for step in schedule.steps]
+        found.append([*logits, *bits([each.pool for each in frames])])
+    decoder.is_on = True
+    assert decoder.num_steps == before + len(schedule.steps)
+    assert all(map(torch.equal, *found)) and not any(logits.isnan().any() for logits in found[0][: len(schedule.steps)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_call_is_layer_by_layer(kind: str, dtype: torch.dtype) -> None:
+    check_steps(loaded(kind, dtype))
+
+
+def check_tree() -> None:
+    """Drafts that branch see what they follow."""
+    model, rng = loaded("llama_gqa"), np.random.default_rng(3)
+    assert model._decoder is not None
+    tokens, found = rng.integers(0, VOCAB_SIZE - 1, PROMPT + len(TREE)).tolist(), []
+    for model._decoder.native.is_on in (True, False):
+        text = Text(model)
+        text.run(tokens[:PROMPT], 0)
+        found.append([text.run(tokens[PROMPT:], PROMPT, TREE), *bits(text.pools)])
+    assert all(map(torch.equal, *found)) and model._decoder.native.num_steps > 1
+
+
+def test_drafts_that_branch() -> None:
+    check_tree()
+
+
+def check_pools() -> None:
+    """Each step is of its own pools, also where those of the step before live on."""
+    model, schedule = loaded("llama_gqa"), Schedule()
+    both = [schedule.frames(model) for _ in range(2)]
+    first, second = ([schedule.run(model, frames, step) for step in schedule.steps] for frames in both)
+    assert all(map(torch.equal, first, second))
+    one, other = (bits([each.pool for each in frames]) for frames in both)
+    assert all(map(torch.equal, one, other))
+
+
+def test_each_step_is_of_its_own_pools() -> None:
+    check_pools()
+
+
+def check_new_weights() -> None:
+    """Weights that are replaced, together or one norm alone, are those of the next step."""
+    model, other = loaded("qwen3"), build_tiny("qwen3", seed=5)
+    check_steps(model)
+    with torch.no_grad():
+        for own, new in zip(model.module.parameters(), other.parameters(), strict=True):
+            own.copy_(new)
+    model.weights_changed()
+    check_steps(model)
+    schedule, norm = Schedule(), model.module.model.layers[1].self_attn.k_norm
+    frames = schedule.frames(model)
+    before = schedule.run(model, frames, schedule.steps[0])
+    norm.weight = torch.nn.Parameter(norm.weight.detach() * -2)
+    found = schedule.run(model, frames, schedule.steps[0])
+    assert not torch.equal(before, found)
+    check_steps(model)
+    assert model._decoder is not None
+    decoder, steps = model._decoder.native, model._decoder.native.num_steps
+    model.module.state_dict()  # which makes all layers plain
+    schedule.run(model, frames, schedule.steps[0])
+    assert decoder.num_steps == steps
+
+
+def test_new_weights_are_computed_with_at_once() -> None:
+    check_new_weights()
+
+
+def run_once(model: LoadedModel, count: int, kv_dtype: str = "", backend: str = "native") -> int:
+    """A prompt of so many tokens; how many steps were one call."""
+    assert model._decoder is not None
+    before, (group,) = model._decoder.native.num_steps, model.spec.groups(16, KV_FORMATS.get(kv_dtype))
+    frames, own = np.arange(1, 9, dtype=np.int32)[None], AttentionBackend(backend)  # type: ignore[arg-type]
+    batch = PagedBatch.of(frames, np.array([0]), np.array([count]), 16)
+    batch.backend = own
+    tokens = torch.arange(count)
+    model.run(RunningForward([Pool(group.layout, 9)], [batch]), tokens, tokens, tokens[-1:])
+    assert own.calls == {backend: model.num_layers}
+    return model._decoder.native.num_steps - before
+
+
+def test_other_steps_go_layer_by_layer() -> None:
+    """Many rows, another kernel, encoded pages."""
+    model = loaded("llama_gqa")
+    assert run_once(model, MOST_ROWS) == 1 and run_once(model, MOST_ROWS + 1) == 0
+    assert run_once(model, 5, backend="torch") == 0 and run_once(model, 5, "fp8_e4m3") == 0 and run_once(model, 5) == 1
+
+
+def check_that_a_difference_shows() -> None:
+    """A call that gives other numbers is not used, and the model is served all the same."""
+    real = NativeLayers.compute
+
+    def compute(layers: NativeLayers, hidden: torch.Tensor, *given: Any) -> None:
+        real(layers, hidden, *given)
+        hidden.neg_()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NativeLayers, "compute", compute)
+        model = LoadedModel(build_tiny("llama_gqa"), name="tiny")
+        assert model._decoder is not None and not model._decoder.native.is_on
+        assert Schedule().largest_error(model, build_tiny("llama_gqa", attn_implementation="eager")) < 1e-4
+
+
+def test_a_call_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    check_that_a_difference_shows()
+    assert "one by one" in caplog.text
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ModelCheckFailed("differs", fix="none")
+
+    monkeypatch.setattr(hf, "check_forward", refuse)
+    with pytest.raises(ModelCheckFailed):
+        LoadedModel(build_tiny("llama_gqa"), name="tiny")
