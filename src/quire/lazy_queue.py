@@ -4,7 +4,7 @@ The owner of an item makes its entry invalid by giving the item another ticket, 
 Invalid entries are removed before they outnumber the valid ones. With keys, one pass removes them, and an operation
 costs O(log n) amortised. Without keys, every `push` checks a few entries, so that no operation takes long:
 
-    pops from here --[ first: checked ]--[ rest: not checked yet, in segments ]-- pushes, newest pops
+    pops --[ first: checked ]--[ rest: not checked yet ]-- pushes
 """
 
 from __future__ import annotations
@@ -30,28 +30,26 @@ class Entry(NamedTuple, Generic[T]):
 
 
 class LazyQueue(Generic[T]):
-    """Order: first in, first out; or `by_key`, the smallest key first, then the smallest ticket; or `newest_first`.
+    """Order: first in, first out; or `by_key`, the smallest key first, then the smallest ticket.
 
     `live(ticket, item)` returns the valid part of an entry: the item, a part of it, or None. `size(item)` is the number
     of its parts (default 1).
     """
 
-    __slots__ = ("_by_key", "_first", "_live", "_newest_first", "_rest", "_size", "_size_cleaned", "_sum")
+    __slots__ = ("_by_key", "_first", "_live", "_rest", "_size", "_size_cleaned", "_sum")
 
     def __init__(
         self,
         live: Callable[[int, T], T | None],
         *,
         by_key: bool = False,
-        newest_first: bool = False,
         size: Callable[[T], int] | None = None,
     ) -> None:
         self._live = live
         self._by_key = by_key
-        self._newest_first = newest_first
         self._size = size
         self._first: Any = [] if by_key else deque()
-        self._rest: deque[deque[Any]] = deque()  # empty by key, and if no pass is running
+        self._rest: deque[Any] = deque()  # empty by key, and if no pass is running
         self._sum = 0  # sizes of all entries
         self._size_cleaned = 0  # its size after the last pass
 
@@ -62,7 +60,7 @@ class LazyQueue(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         """Valid items, in no order. O(entries)."""
         return (
-            found for entry in chain(self._first, *self._rest) if (found := self._live(entry[1], entry[2])) is not None
+            found for entry in chain(self._first, self._rest) if (found := self._live(entry[1], entry[2])) is not None
         )
 
     def push(self, ticket: int, item: T, key: Any = 0) -> None:
@@ -71,15 +69,15 @@ class LazyQueue(Generic[T]):
         if self._by_key:
             heapq.heappush(self._first, entry)
         else:
-            (self._rest[-1] if self._rest else self._first).append(entry)
+            (self._rest or self._first).append(entry)
         self._sum += 1 if self._size is None else self._size(item)
         if self._rest:
-            self.tidy(_CHECKED)
+            self._check_some()
         elif self._sum > _SLACK + 2 * self._size_cleaned:
             if self._by_key:
                 self._clean()
             else:
-                self._begin_pass()
+                self._first, self._rest = deque(), self._first
 
     def pop(self) -> Entry[T] | None:
         """Remove and return the first valid entry; None if there is none."""
@@ -95,62 +93,26 @@ class LazyQueue(Generic[T]):
         """Remove and return the next entry, valid or not; None if there is none."""
         if self._by_key:
             return heapq.heappop(self._first) if self._first else None
-        if self._newest_first:
-            while self._rest:
-                if self._rest[-1]:
-                    return self._rest[-1].pop()
-                self._rest.pop()
-            return self._first.pop() if self._first else None
-        if self._first:
-            return self._first.popleft()
-        while self._rest:
-            if self._rest[0]:
-                return self._rest[0].popleft()
-            self._rest.popleft()
-        return None
+        entries = self._first or self._rest
+        return entries.popleft() if entries else None
 
     def put_back(self, entry: Entry[T]) -> None:
         """Put the rest of the last popped entry back in its place."""
         assert not self._by_key
-        if self._newest_first:
-            (self._rest[-1] if self._rest else self._first).append(entry)
-        else:
-            self._first.appendleft(entry)
+        self._first.appendleft(entry)
         self._sum += 1 if self._size is None else self._size(entry.item)
 
-    def join(self, later: LazyQueue[T]) -> None:
-        """Append all entries of `later`, which must not be used any more. O(1): `tidy` then checks all entries."""
-        assert not self._by_key
-        if not self._rest:
-            self._begin_pass()
-        self._rest.append(later._first)
-        self._rest += later._rest
-        self._sum += later._sum
-
-    def tidy(self, num_entries: int) -> bool:
-        """Check `num_entries` more entries, and remove invalid ones. Returns whether all are checked."""
-        for _ in range(num_entries):
-            while self._rest and not self._rest[0]:
-                self._rest.popleft()
-            if not self._rest:
-                self._size_cleaned = self._sum
-                return True
-            key, ticket, item = self._rest[0].popleft()
+    def _check_some(self) -> None:
+        """Check more entries of the pass that runs, and remove invalid ones."""
+        for _ in range(min(_CHECKED, len(self._rest))):
+            key, ticket, item = self._rest.popleft()
             found = self._live(ticket, item)
             self._sum -= 1 if self._size is None else self._size(item)
             if found is not None:
                 self._sum += 1 if self._size is None else self._size(found)
                 self._first.append((key, ticket, found))
-        return False
-
-    def clear(self) -> None:
-        """Remove all entries."""
-        self._first.clear()
-        self._rest.clear()
-        self._sum = self._size_cleaned = 0
-
-    def _begin_pass(self) -> None:
-        self._rest, self._first = deque((self._first,)), deque()
+        if not self._rest:
+            self._size_cleaned = self._sum
 
     def _clean(self) -> None:
         kept = [

@@ -72,17 +72,11 @@ class Auditor:
     node caches each page, by numbers from 1 on, int32 `[num_pages + 1]`, 0 for none; it is complete after the slices of
     the tree, if the audit is `whole` so far. `leaves` are the nodes it has seen that can be evicted from a tier."""
 
-    def __init__(
-        self,
-        parts: CacheParts,
-        changed: Callable[[], Hashable] = lambda: None,
-        seconds: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, parts: CacheParts, changed: Callable[[], Hashable] = lambda: None) -> None:
         self.parts = parts
         self.owner: Ids = np.zeros(parts.pages.num_pages + 1, dtype=np.int32)
         self.leaves: dict[Tier, list[Node]] = {}
         self._changed = changed
-        self._seconds = seconds
         self._devices = [_on_device(parts, group) for group in parts.groups]
         self._numbered: list[Node] = []
         self._slices: Iterator[str] | None = None
@@ -109,14 +103,14 @@ class Auditor:
 
     def advance(self, limit_s: float) -> Audit | None:
         """Go on for about so long, at least one slice. Returns the audit if it has ended with this."""
-        began = at = self._seconds()
+        began = at = time.perf_counter()
         if self._slices is None:
             self.now, self._began, self._slices = Audit(), self._changed(), self._run()
         while (found := next(self._slices, None)) is not None:
             if found:
                 self.now.faults += [found][: MOST_FAULTS - len(self.now.faults)]
                 continue
-            now = self._seconds()
+            now = time.perf_counter()
             self.now.pieces += 1
             self.now.longest_s, at = max(self.now.longest_s, now - at), now
             if now - began >= limit_s:

@@ -195,8 +195,6 @@ class EngineTiers:
         storage: Storage,
         host: HostPool,
         compute: ComputeStream | None = None,
-        *,
-        seconds: Callable[[], float] = time.monotonic,
     ) -> None:
         self.store, self.host, frames = storage.store, host, host.frames
         with ExitStack() as undo:
@@ -209,7 +207,7 @@ class EngineTiers:
             self.mover = ThreadMover(FrameCopies(pools, self.host, staged, queues=staged is not None), self.store)
             undo.pop_all()
         self._watch = LaneWatch([lane for lane in LANES if lane.carries], self._mark)
-        self.break_even = BreakEven(seconds, on_change=_log_link)
+        self.break_even = BreakEven(time.monotonic, on_change=_log_link)
         self.settings = TierSettings(
             host_frames=frames,
             record_bytes=record_bytes,

@@ -24,13 +24,13 @@ _GRAPH_BATCH = 256  # requests of the largest graph that would be captured
 _SAMPLE_S = 0.001  # between samples of the process's memory
 
 
-def measure_device(name: str, *, chunk: int, device: str = "auto") -> tuple[Device, tuple[Line, ...]]:
+def measure_device(name: str, *, chunk: int) -> tuple[Device, tuple[Line, ...]]:
     """Load the model `name`, run one step of up to `chunk` prompt tokens, and return the device and its ledger's lines.
 
     On a GPU the device's memory is all of it, and "other" is used by the driver and other programs; on a CPU it is the
     memory available before loading. Raises the QuireErrors of loading.
     """
-    found = resolve_device(device)
+    found = resolve_device("auto")
     lines: list[Line] = []
     if found.type == "cuda":
         free, memory = (int(size) for size in torch.cuda.mem_get_info(found))
