@@ -20,6 +20,7 @@ from quire.tiers.break_even import BreakEven
 from quire.tiers.tombstones import tombstone_scope
 from quire.tiers.transfer import LANES, Lane
 from quire.tiers.virtual_mover import VirtualMover
+from tests.fuzz.choosing_mover import ChoosingMover
 from tests.offload.cached_bytes import ALICE, FULL, PAGE, CachedBytes, Marks
 from tests.tiers.array_copies import ArrayCopies
 from tests.tiers.scripted_store import ScriptedStore
@@ -68,7 +69,7 @@ class TieredCache(CachedBytes):
         most = max(self.plan.frames_of(index) for index in range(len(reaches)))
         self.copies = ArrayCopies([1] * len(reaches), [WIDTH] * len(reaches), num_device=most, num_host=host)
         self.latency = dict.fromkeys(LANES, seconds)
-        self.mover: VirtualMover = VirtualMover(
+        self.mover: VirtualMover = ChoosingMover(
             self.copies,
             self.store if stores else None,
             seconds=lambda: self.now,
