@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from quire.kernels.native.library import native
 from quire.models.linear import native_on_cpu
 from tests.changes import slow_unless_changed
 from tests.programs import run_program
@@ -29,9 +30,10 @@ def test_alternatives_for_linear_layers_are_measured(narrowest: bool) -> None:
     assert len(rows) == 2 * 4 * 2  # dtypes, layers, numbers of rows
     packs = {"float32": True, "bfloat16": native_on_cpu(torch.bfloat16) and not narrowest}
     for dtype, _, _, _, *times in rows:
-        named = dict(zip(("linear", "transposed", "mkl", "packed", "packed 64"), times, strict=True))
+        named = dict(zip(("linear", "transposed", "mkl", "packed", "packed 64", "native"), times, strict=True))
         measured = {"linear", "transposed"} | ({"mkl"} if dtype == "float32" else set())
         measured |= {"packed", "packed 64"} if packs[dtype] else set()
+        measured |= {"native"} if packs[dtype] and native().library is not None else set()
         assert {name for name, each in named.items() if each} == measured
         assert all(float(named[name]) > 0 for name in measured)
 
