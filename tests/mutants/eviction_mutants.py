@@ -13,7 +13,7 @@ from quire.cache.sessions import Sessions
 from quire.prefix import evict, hit_density, placement, radix_cache, stay_table
 from quire.prefix.endings import Endings
 from quire.prefix.evict import GDSF, Order
-from quire.prefix.hit_density import HitDensity
+from quire.prefix.hit_density import HitDensity, Stay
 from quire.prefix.node import EvictedEdges, Node, User, used_by
 from quire.prefix.placement import NodeTiers
 from quire.sim import hit_bounds
@@ -87,6 +87,23 @@ def evicted_turns_are_forgotten(patch: Patch) -> None:
 )
 def every_end_may_be_shared(patch: Patch) -> None:
     patch.setattr(HitDensity, "_not_shared", lambda policy, stay, uses: None)
+
+
+@mutant("density", "an answer behind a long prompt has a stay of its own: what goes on seems to be left for ever")
+def long_paths_have_several_stays(patch: Patch) -> None:
+    real = HitDensity.stored
+
+    def stored(policy: HitDensity, node: Node, num_pages: int, returned: Any) -> None:
+        real(policy, node, num_pages, returned)
+        if node.parent is not None and isinstance(node.memo, Stay) and node.memo is node.parent.memo:
+            node.memo = Stay(node.memo.since, node.memo.turn, node.memo.pace)
+
+    patch.setattr(HitDensity, "stored", stored)
+
+
+@mutant("density", "turns that go on while their session holds its row are not counted, and sessions seem to rest longer")
+def held_stays_are_not_counted(patch: Patch) -> None:
+    patch.setattr(HitDensity, "ended", lambda policy, node: node.memo)
 
 
 @mutant("density", "a shared prompt takes the stay of the last conversation that used it")

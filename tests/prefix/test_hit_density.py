@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 import pytest
 
-from quire.prefix import hit_density
+from quire.prefix import hit_density, stay_table
 from quire.prefix.endings import CLASSES, Endings
 from quire.prefix.evict import eviction_policy
 from quire.prefix.hit_density import KINDS, SHARED_KINDS, TOLD, HitDensity, Stay
@@ -162,6 +162,54 @@ def check_turns() -> None:
 
 def test_turns_follow_evicted_pages_too() -> None:
     check_turns()
+
+
+def check_parts() -> None:
+    """A long path is several nodes, each added while its request runs: they have one stay. It ends with the next turn,
+    and what that turn leaves out is left."""
+    policy = HitDensity()
+    world = World(policy, 1_000)
+    tree, prompt, stays = world.tree, list(range(40)), []
+    tree.longest_grown = 0
+    for turn in range(1, 4):
+        world.now += 60.0
+        lease = tree.lease(tree.match(NAMESPACE, ids(prompt)))
+        for part in (prompt[lease.num_pages :], range(1_000 * turn, 1_000 * turn + 4)):
+            tree.insert(lease, ids(part), ids(part))
+        tree.ended(lease, NO_IDS, 1)
+        tree.release(lease)
+        stays.append(world.stay(prompt))
+        assert lease.num_pages == len(prompt) + 4 == stays[-1].num_pages and stays[-1].turn == turn
+        assert [each.is_superseded for each in stays] == [True] * (turn - 1) + [False]
+        assert policy._table._ended.sum() == turn - 1 and (policy._table._kinds >= 0).sum() == 1
+        tree.evict(6)  # of what is left, and then of the prompt: it is computed again
+        prompt += range(100 * turn, 100 * turn + 5)
+
+
+def test_nodes_that_one_request_adds_have_one_stay() -> None:
+    check_parts()
+
+
+def check_held() -> None:
+    """A session holds its path between turns: how soon it goes on is learned as of paths that nothing holds."""
+    policy = HitDensity()
+    world = World(policy, 1_000)
+    lease = world.tree.lease(world.tree.match(NAMESPACE, NO_IDS))
+    for turn in range(1, 4):
+        path = ids(range(10 * turn, 10 * turn + 10))
+        world.tree.insert(lease, path, path)
+        world.tree.ended(lease, NO_IDS, 1)
+        table = policy._table
+        assert table._ended.sum() == turn - 1 and (table._kinds >= 0).sum() == 1, "nothing is learned"
+        assert policy.forecast(lease.node) is not None
+        world.now += 60.0
+        world.tree.use(lease, 0)
+    assert table._ended[:, int(stay_table._place(60.0))].sum() == 3
+    assert not list(policy.candidates())
+
+
+def test_stays_that_sessions_hold_are_learned_from() -> None:
+    check_held()
 
 
 def check_shared() -> None:
@@ -407,6 +455,8 @@ DENSITY = [
     with_patch(lambda patch: check_candidates(0, patch)),
     with_patch(check_worst_first),
     check_turns,
+    check_parts,
+    check_held,
     check_shared,
     check_superseded,
     check_loop,

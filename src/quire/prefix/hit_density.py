@@ -116,6 +116,8 @@ class HitDensity(EvictionPolicy):
             self._not_shared(before, before.uses - 1 if before else 0)
             depth = node.depth + sum(num_back for _, num_back in returned)
             node.memo = self._follow(edge, depth, edge.uses if edge else 0)
+        elif before and before.kind < 0 and not before.uses:
+            node.memo = before  # the same request goes on: its path has one stay
         elif before and before.uses < SHARED:
             node.memo = Stay(before.since, before.turn, before.pace)
         else:
@@ -184,6 +186,11 @@ class HitDensity(EvictionPolicy):
             kind = 4 * min(3, stay.turn - 1) + (slow >= 2.4) + (slow >= 2.8) + (slow >= 3.2)
         stay.kind = (stay.told or ending) * KINDS + kind
         stay.number = self._table.begin(stay.kind, stay.since, self._seconds())
+
+    def ended(self, node: Node) -> Stay | None:
+        if (stay := _stay(node)) is not None and stay.kind < 0:
+            self._begin(node, stay)
+        return stay
 
     def told(self, memo: object, ending: Ending) -> None:
         if not isinstance(memo, Stay) or memo.kind >= SHARED_KINDS:

@@ -16,8 +16,9 @@ class EvictionPolicy(ABC):
 
         lease on a hit        used(end of the leased path)
         insert                stored(leaf, its new pages, the evicted edges that it caches again)
-        last lease released   offered(leaf)
-        its reader says how   told(end_of(its last node), ending); it may come before
+        a request ends        ended(its last node)
+        last lease released   offered(leaf); that of a session is released later
+        its reader says how   told(what ended() returned, ending)
         pages are needed      victim(), and how many of its pages may go: most(leaf); then the rest of the leaf is
                               offered again, or merged(leaf, parent), and the parent is offered if it is a leaf now
     """
@@ -41,12 +42,12 @@ class EvictionPolicy(ABC):
     def merged(self, child: Node, parent: Node) -> None:  # noqa: B027
         """The last page of `child` is evicted. `last_used` and `hits` of `parent` do not include the child's yet."""
 
-    def end_of(self, node: Node) -> object | None:
-        """What `told` gets for a request that ended at a node."""
+    def ended(self, node: Node) -> object | None:
+        """A request has ended at a node that is still leased. Returns what `told` gets."""
         return node.memo
 
     def told(self, memo: object, ending: Ending) -> None:  # noqa: B027
-        """How the output of a request ended; `memo` is `end_of` its last node."""
+        """How the output of a request ended; `memo` is what `ended` returned."""
 
     def forecast(self, node: Node) -> Forecast | None:
         """When a node, cached or evicted, is expected to be used again; None if the policy does not know. O(1)."""

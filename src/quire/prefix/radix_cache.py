@@ -204,13 +204,13 @@ class RadixCache:
 
     def ended(self, lease: Lease, tail: Ids, num_generated: int) -> object | None:
         """The request of a lease has ended with `tail`, less than a page of tokens, after the leased path. Returns what
-        the policy has of it (`EvictionPolicy.told`)."""
+        the policy has of it (`EvictionPolicy.ended`)."""
         node = lease.node
         node.answer = max(0, num_generated)
         node.ending = (tail.tobytes() or node.key)[-TOKEN_BYTES:] if num_generated > 0 else b""
         if self.evicted.capacity:
             node.tail = tail.tobytes()
-        return self.policy.end_of(node)
+        return self.policy.ended(node)
 
     def end(self, user: User) -> None:
         """No request of this user follows: nodes that it alone has used are the first to be evicted, from now on or

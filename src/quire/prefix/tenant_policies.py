@@ -96,8 +96,8 @@ class TenantPolicies(EvictionPolicy):
         for policy in self._policies:
             policy.priced_by(growth)
 
-    def end_of(self, node: Node) -> tuple[int, object]:
-        return node.tenant, self._policies[node.tenant].end_of(node)
+    def ended(self, node: Node) -> tuple[int, object]:
+        return node.tenant, self._policies[node.tenant].ended(node)
 
     def told(self, memo: object, ending: Ending) -> None:
         assert isinstance(memo, tuple)
