@@ -101,7 +101,9 @@ def long_paths_have_several_stays(patch: Patch) -> None:
     patch.setattr(HitDensity, "stored", stored)
 
 
-@mutant("density", "turns that go on while their session holds its row are not counted, and sessions seem to rest longer")
+@mutant(
+    "density", "turns that go on while their session holds its row are not counted, and sessions seem to rest longer"
+)
 def held_stays_are_not_counted(patch: Patch) -> None:
     patch.setattr(HitDensity, "ended", lambda policy, node: node.memo)
 

@@ -70,6 +70,7 @@ def check_candidates(seed: int, patch: pytest.MonkeyPatch) -> None:
     policy.timed_by(lambda: now)
     leased = [Node(NAMESPACE, root, bytes(4), bytes(4), 0, 0) for _ in range(80)]
     model: dict[Node, None] = {}
+    told: dict[Stay, Ending] = {}
     for number in range(1_500):
         now += float(draw.exponential(1.0))
         step = draw.random()
@@ -85,7 +86,10 @@ def check_candidates(seed: int, patch: pytest.MonkeyPatch) -> None:
             del model[node]
             leased.append(node)
         elif step < 0.8 and (known := [*model, *leased]):
-            policy.told(known[int(draw.integers(len(known)))].memo, Ending(draw.choice(list(Ending))))
+            stay = known[int(draw.integers(len(known)))].memo
+            policy.told(stay, ending := Ending(draw.choice(list(Ending))))
+            if isinstance(stay, Stay) and 0 <= stay.kind < SHARED_KINDS:  # its request has ended
+                told[stay] = ending
         elif step < 0.95:
             victim = policy.victim()
             assert (victim in model) if model else victim is None, number
@@ -102,7 +106,7 @@ def check_candidates(seed: int, patch: pytest.MonkeyPatch) -> None:
             if entry is not None and entry[0] == entry[1].ticket:
                 stay = entry[1].memo
                 assert isinstance(stay, Stay) and stay.slot == slot and policy._kinds[slot] == stay.kind, number
-                assert not stay.told or stay.kind // KINDS == stay.told, number
+                assert stay not in told or stay.kind // KINDS == TOLD[told[stay]], number
                 assert stay.number < 0 or policy._table._kinds[stay.number] in (stay.kind, -1), number
     while model:
         victim = policy.victim()

@@ -42,7 +42,6 @@ class Stay:
     pace: float = 0.0  # mean logarithm of the seconds between the begins of turns, the last ones first
     num_pages: int = 0  # pages of the path
     uses: int = 0  # requests that went on from this very end
-    told: int = 0  # group of kinds of its ending; 0: it is not told
     kind: int = -1  # -1: the request runs
     number: int = -1  # in the table; -1: it is not counted, or is over
     slot: int = -1  # slot of the last of its nodes that was a candidate
@@ -117,7 +116,7 @@ class HitDensity(EvictionPolicy):
             depth = node.depth + sum(num_back for _, num_back in returned)
             node.memo = self._follow(edge, depth, edge.uses if edge else 0)
         elif before and before.kind < 0 and not before.uses:
-            node.memo = before  # the same request goes on: its path has one stay
+            node.memo = before  # its request goes on, and has one stay
         elif before and before.uses < SHARED:
             node.memo = Stay(before.since, before.turn, before.pace)
         else:
@@ -184,7 +183,7 @@ class HitDensity(EvictionPolicy):
         else:
             slow = 0.33 * stay.pace + 0.32 * math.log(node.answer + 1)
             kind = 4 * min(3, stay.turn - 1) + (slow >= 2.4) + (slow >= 2.8) + (slow >= 3.2)
-        stay.kind = (stay.told or ending) * KINDS + kind
+        stay.kind = ending * KINDS + kind
         stay.number = self._table.begin(stay.kind, stay.since, self._seconds())
 
     def ended(self, node: Node) -> Stay | None:
@@ -193,16 +192,14 @@ class HitDensity(EvictionPolicy):
         return stay
 
     def told(self, memo: object, ending: Ending) -> None:
-        if not isinstance(memo, Stay) or memo.kind >= SHARED_KINDS:
+        if not isinstance(memo, Stay) or not 0 <= memo.kind < SHARED_KINDS:
             return
         self._counters.told_endings[ending] += 1
-        memo.told = TOLD[ending]
-        if memo.kind >= 0:  # its request has ended: until now its last token said how
-            memo.kind = memo.told * KINDS + memo.kind % KINDS
-            if memo.number >= 0:
-                self._table.change(memo.number, memo.kind)
-            if self._has_slot(memo):
-                self._kinds[memo.slot] = memo.kind
+        memo.kind = TOLD[ending] * KINDS + memo.kind % KINDS  # until now its last token said how
+        if memo.number >= 0:
+            self._table.change(memo.number, memo.kind)
+        if self._has_slot(memo):
+            self._kinds[memo.slot] = memo.kind
 
     def counters(self) -> DensityCounters:
         return self._counters
