@@ -40,7 +40,7 @@ class Stay:
     since: float  # begin of the request, in seconds
     turn: int = 1
     pace: float = 0.0  # mean logarithm of the seconds between the begins of turns, the last ones first
-    num_pages: int = 0  # pages of the path
+    num_pages: int = 0  # pages of the path; 0: its request adds them
     uses: int = 0  # requests that went on from this very end
     kind: int = -1  # -1: the request runs
     number: int = -1  # in the table; -1: it is not counted, or is over
@@ -114,8 +114,10 @@ class HitDensity(EvictionPolicy):
             edge = _stay(returned[-1][0])
             self._not_shared(before, before.uses - 1 if before else 0)
             depth = node.depth + sum(num_back for _, num_back in returned)
-            node.memo = self._follow(edge, depth, edge.uses if edge else 0)
-        elif before and before.kind < 0 and not before.uses:
+            node.memo = stay = self._follow(edge, depth, edge.uses if edge else 0)
+            if stay.kind < 0 and depth < node.depth + node.num_pages:
+                stay.num_pages = 0  # a path of its own from there on
+        elif before and not before.num_pages:
             node.memo = before  # its request goes on, and has one stay
         elif before and before.uses < SHARED:
             node.memo = Stay(before.since, before.turn, before.pace)
