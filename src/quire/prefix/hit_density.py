@@ -22,8 +22,7 @@ KINDS = 16  # kinds of each ending, and of shared prompts
 TOLD = {ending: CLASSES + at for at, ending in enumerate(Ending)}
 """Groups of kinds of endings that are told. Those before are classes of last tokens (`Endings`)."""
 GROUPS = CLASSES + len(TOLD)  # those of all endings
-SHARED_KINDS = GROUPS * KINDS
-"""Kinds of shared prompts begin here."""
+SHARED_KINDS = GROUPS * KINDS  # kinds of shared prompts begin here
 SHARED = 2  # requests that go on from one end in different ways: it is a shared prompt then
 SUPERSEDED = 0.3  # worth of a path whose conversation has left it, as a part of its kind's
 PRICED = 0.25  # part of what late pages cost more: with all of it long paths that do not return stay too
