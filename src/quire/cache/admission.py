@@ -185,8 +185,7 @@ class Admission:
 
     def _claims(self, claim: Claim) -> Iterator[tuple[int, int, int]]:
         """For each group the frames that stay, and those needed and reserved; then for page ids how many are available,
-        needed and reserved. What *stays* is neither free nor evictable nor softly retained, or is the request's own
-        prefix, or is reserved for `reached`."""
+        needed and reserved. What *stays* cannot be had, or is the request's own prefix, or reserved for `reached`."""
         retention, num_spare = self._retention, len(claim.rows) * claim.reserve
         *reserved, reserved_ids = [int(each.sum()) for each in self._reserved(claim)]
         *needs, ids = self._needs(claim)

@@ -256,15 +256,14 @@ class PagedGroup(GroupBase):
         starts, at = firsts.tolist(), 0
         if not any(kv.marks and max(kv.marks) > start for kv, start in zip(kvs, starts, strict=True)):
             return None
-        ranks = np.zeros(int((ends - firsts).sum()), dtype=np.int8)
+        ranks = bytearray(int((ends - firsts).sum()))
         for kv, first, end in zip(kvs, starts, ends.tolist(), strict=True):
             for num_pages, rank in kv.marks.items() if end > first else ():
-                some = ranks[
-                    at + max(0, self.reach.first(num_pages) - first) : at + max(0, min(end, num_pages) - first)
-                ]
-                np.maximum(some, rank, out=some)
+                if num_pages > first:
+                    for place in range(max(first, self.reach.first(num_pages)) - first, min(end, num_pages) - first):
+                        ranks[at + place] = max(ranks[at + place], rank)
             at += end - first
-        return ranks
+        return np.frombuffer(ranks, dtype=np.int8)
 
 
 class DamagedPages:
@@ -332,6 +331,8 @@ def resident(group: GroupBase, pages: Ids, hosts: Sequence[GroupFrames[Any]] = (
 def pages_between(table: Ids, rows: Rows, starts: Lengths, ends: Lengths) -> tuple[Ids, Rows]:
     """Pages `starts[i]..ends[i]` of each row, row by row, a copy; and the i of each."""
     counts = ends - starts
+    if np.count_nonzero(counts == 1) == len(rows):
+        return table[rows, starts], np.arange(len(rows))
     owners = np.repeat(np.arange(len(rows)), counts)
     places = np.arange(len(owners)) + (starts - (np.cumsum(counts) - counts))[owners]
     pages: Ids = table[rows[owners], places]

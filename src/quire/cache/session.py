@@ -25,8 +25,7 @@ SESSION_TTL_S = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSettings:
-    """All rows together hold at most `share` of the plan's pages; shared pages count once. A session is kept for
-    `ttl_s` seconds after its last turn."""
+    """All rows hold at most `share` of the plan's pages, each counted once. A session is kept `ttl_s` seconds."""
 
     share: float = SESSION_SHARE
     ttl_s: float = SESSION_TTL_S

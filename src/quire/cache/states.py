@@ -179,7 +179,9 @@ class StateGroup(GroupBase):
         draws `draws[i]` tokens, by default one at most. After drafts, all but the first are its last tokens. `table`
         holds all rows of pages. With `stores`, frames may be stored for other requests."""
         starts = self._position[rows]
-        drafts = np.zeros(len(rows), np.int64) if draws is None else np.clip(draws - 1, 0, self._num_drafts)
+        drafts = np.zeros(len(rows), np.int64)
+        if draws is not None and self._num_drafts:
+            drafts = np.minimum(np.maximum(draws - 1, drafts), self._num_drafts)  # a fifth of what `clip` costs
         ends = ends - drafts
         sources = self._frame[rows]
         grown = np.count_nonzero(ends > starts) == np.count_nonzero(sources) == len(rows)

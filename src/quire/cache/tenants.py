@@ -410,8 +410,7 @@ class Tenants(TenantShares):
         return bool(self._groups[group].num_free)
 
     def _order(self, at: int, gone: Lengths | int, may: Bools) -> Iterator[int]:
-        """Those that `may` lose pages or frames of an account: most above its floor first, by weight. Each has `gone`
-        units less than at the last look."""
+        """Those that `may` lose units of an account, `gone` ones not counted: most above its floor first, by weight."""
         above = (self.used[at] + self._wanted[at] - self.limits()[0][at] - gone) / self._weights
         left = np.where(may, above, -np.inf)
         while left[first := int(left.argmax())] > -np.inf:

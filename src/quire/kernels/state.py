@@ -49,8 +49,8 @@ class StateBatch:
 
     def __post_init__(self) -> None:
         assert len(self.starts) == len(self.sources) + 1 == len(self.targets) + 1
-        assert (np.diff(self.starts) > 0).all(), "a piece has rows"
-        assert (self.targets[: len(self.targets) - self.pads] > 0).all(), "frame 0 holds no state"
+        assert not np.count_nonzero(self.starts[1:] <= self.starts[:-1]), "a piece has rows"
+        assert not np.count_nonzero(self.targets[: len(self.targets) - self.pads] <= 0), "frame 0 holds no state"
 
     def padded(self, size: int) -> StateBatch:
         """This batch, whose pieces have one row each, and pads up to `size`: for a CUDA graph of `size` rows."""

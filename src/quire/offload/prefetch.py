@@ -104,8 +104,7 @@ class RequestedPrefix:
         return self.known < self.limit and len(whole) < len(self._groups) and all(s[self.known] for s in whole)
 
     def lacking(self, wanted: int, hosts: Sequence[HostGroup] | None = None) -> list[Places]:
-        """The places of each group without a frame on the device or in `hosts` (default: all) that a request reads if
-        it begins after `wanted` pages."""
+        """Places by group without a frame on the device or in `hosts` (default: all), read if begun after `wanted`."""
         path, found = self.path, []
         for group in self._groups:
             needed = group.reach.needed(wanted)

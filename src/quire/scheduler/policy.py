@@ -48,25 +48,21 @@ class WaitingRequests:
         """Sorted by `Request.order`."""
         self.num_tokens = 0
         self._policy = policy
-        self._openings = Counter[int]()
+        self.openings = Counter[int]()  # how many wait with each `Request.opening`
 
     def add(self, request: Request) -> None:
         """A request waits."""
         insort(self.requests, request, key=_order)
         self.num_tokens += request.num_tokens
-        self._openings[request.opening] += 1
+        self.openings[request.opening] += 1
 
     def remove(self, request: Request) -> None:
         """A request waits no more."""
         _remove(self.requests, request)
         self.num_tokens -= request.num_tokens
-        self._openings[request.opening] -= 1
-        if not self._openings[request.opening]:
-            del self._openings[request.opening]
-
-    def begin_with(self, opening: int) -> bool:
-        """Whether one has this `Request.opening`."""
-        return opening in self._openings
+        self.openings[request.opening] -= 1
+        if not self.openings[request.opening]:
+            del self.openings[request.opening]
 
     def in_order(self, cached: Callable[[Request], int]) -> Iterable[Request]:
         """Those that wait now, in the policy's order. The one that was given last may be removed meanwhile."""

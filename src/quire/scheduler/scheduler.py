@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -222,7 +223,7 @@ class Scheduler:
         if admission.has_states:
             whole |= (step.draw_counts > 1) & (settled >= 0)
         if admission.frees_early:
-            others = (~whole).nonzero()[0]
+            others = (~whole & (settled % size < step.draw_counts)).nonzero()[0]  # decodes that may have filled a page
             whole[passing.pass_by(step.batch, others, pages[others])] = True
         return whole.nonzero()[0]
 
@@ -519,9 +520,12 @@ class Scheduler:
         if not self._cache.share_prefixes:
             return
         rows, order = self._rows, self._rows.order
-        whole = rows.settled[order] // self._cache.page_size > rows.committed[order]
-        found = [rows.running[at] for at in whole.nonzero()[0].tolist()]
-        self._commit([request for request in found if self._lacks_room or self.queue.begin_with(request.opening)])
+        whole = (rows.settled[order] // self._cache.page_size > rows.committed[order]).nonzero()[0]
+        places = whole.tolist()
+        if not self._lacks_room:
+            openings = rows.terms["opening"][order[whole]].tolist()
+            places = [*compress(places, map(self.queue.openings.__contains__, openings))]
+        self._commit([rows.running[at] for at in places])
 
     def _fits(self, request: Request, begins: PrefixHit | RequestKV) -> bool:
         """Whether its whole known prompt fits, beside what is reserved for running requests and their next pages. If it

@@ -47,6 +47,7 @@ TERMS = np.dtype(
         ("seeded", np.bool_),
         ("index", np.uint64),
         ("arrival", np.uint64),
+        ("opening", np.int64),
         ("greedy", np.bool_),
         ("adjusts", np.bool_),  # its logits are changed before a draw
         ("logprobs", np.bool_),
@@ -80,6 +81,7 @@ def terms_of(request: Request) -> tuple[Any, ...]:
         params.seed is not None,
         request.index,
         request.arrival,
+        request.opening,
         params.greedy,
         bool(params.logit_bias) or params.needs_history,
         params.logprobs is not None,

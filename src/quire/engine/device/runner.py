@@ -256,15 +256,15 @@ class ModelRunner:
         """Where each group's frames for this step are."""
         requests, ends, cache = step.batch, step.ends, self._cache
         slots = cache.rows.slots_in(self._following, requests, step.starts, ends)
-        width = pages_for(int(ends.max(initial=1)), cache.page_size)
+        width = pages_for(int(np.maximum.reduce(ends, initial=1)), cache.page_size)
         query_starts, context_lens = step.offsets.astype(np.int32), ends.astype(np.int32)
         found: list[PagedBatch | StateBatch] = []
         for group in range(len(self.pools)):
             pieces = cache.launch(group, requests, ends, step.draw_counts)
             if pieces is not None:
-                found.append(
-                    StateBatch(_starts(pieces.lengths), pieces.sources, pieces.targets, moves=self.backend.moves)
-                )
+                single = step.is_decode and len(pieces.lengths) == len(step)  # one row each
+                starts = query_starts if single else _starts(pieces.lengths)
+                found.append(StateBatch(starts, pieces.sources, pieces.targets, moves=self.backend.moves))
                 continue
             place = self._following.index(group)
             found.append(

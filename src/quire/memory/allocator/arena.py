@@ -235,8 +235,7 @@ class Arena:
 
     def make_way(self, wanted: Sequence[int]) -> Move | None:
         """What has to move for so many ids of each group to be allocated. Changes nothing; `moved` follows the copies.
-        The caller knows that they fit beside what must not move. As both lie their ids fit, so at most one of them has
-        free places that it does not want."""
+        They fit beside what must not move, so at most one of them has free places that it does not want."""
         moves = (self.retreat(group, wanted) for group in (0, 1))
         return next((move for move in moves if len(move.sources)), None)
 

@@ -104,8 +104,7 @@ def not_understood(where: str) -> InvalidInput:
 
 
 class Options:
-    """A parsed URL: `parts` by urllib, and options by name. `known` are the valid names, or prefixes with a `*` at the
-    end. Raises InvalidInput for any other."""
+    """A parsed URL: `parts` by urllib, and options by name; a name not `known`, also as a prefix, is InvalidInput."""
 
     def __init__(self, url: str, known: Collection[str]) -> None:
         self.where = without_secrets(url)
