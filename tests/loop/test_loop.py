@@ -144,8 +144,12 @@ def test_a_halted_loop_admits_nothing_and_ends_what_runs() -> None:
     replay = replay_with()
     replay.loop.add(ScriptedRequest(TRACE[0], 0.0))
     replay.loop.halt(EngineDead("a law is broken."))
-    with pytest.raises(EngineDead, match="a law is broken"):
-        replay.loop.add(ScriptedRequest(TRACE[1], 0.0))
+    lengths = []
+    for _ in range(3):
+        with pytest.raises(EngineDead, match="a law is broken") as refused:
+            replay.loop.add(ScriptedRequest(TRACE[1], 0.0))
+        lengths.append(len(refused.traceback))
+    assert len(set(lengths)) == 1, "each refusal adds its frames to the error, with what they hold"
     while replay.loop.has_work:
         replay.loop.step()
     assert replay.loop.ends[End.FINISHED] == 1 and replay.loop.ends[End.REFUSED] == 0

@@ -89,7 +89,7 @@ class Loop:
     def add(self, request: Request) -> None:
         """Queue a request. Raises QuireError if it can never run, or if the loop is halted; nothing changes then."""
         if self._halted is not None:
-            raise self._halted
+            raise self._halted.with_traceback(None)  # else each raise would add its frames, and what they hold
         try:
             self.scheduler.add(request)
         except QuireError:
