@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,10 +13,16 @@ import pytest
 from quire.cache import KVCache
 from quire.cache.admission import Claim
 from quire.errors import OutOfPages
+from quire.observe.explain import Cause
+from quire.sim.arrivals import Arrivals
+from quire.sim.device import SimulatedDevice
+from quire.sim.replay import Replay, ReplaySettings
+from quire.sim.tier_settings import SimulatedTiers
 from quire.spec.ids import Ids
 from quire.testing import ContentOracle
 from quire.testing.choices import Choices
-from tests.sim.arenas import arena_plan, run_arena_replay, shake
+from tests.sim.arenas import arena_plan, arena_trace, run_arena_replay, shake
+from tests.sim.replays import COST
 
 KINDS = ({}, {"shakes": True}, {"tiers": True}, {"shakes": True, "tiers": True}, {"drafts": True, "shakes": True})
 
@@ -110,3 +119,48 @@ def test_the_largest_request_has_the_whole_arena() -> None:
         assert not cache.admission.why_not(Claim(cache.match(prompt), plan.pages_of(plan.context)))
         compute(cache, prompt)
         cache.audit()
+
+
+def test_a_request_that_is_alone_is_looked_at_again_after_a_failed_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else that happens would have it looked at."""
+    move, rng, failed = SimulatedDevice.move_frames, random.Random(0), 0
+
+    def now_and_then(device: SimulatedDevice, group: int, sources: Ids, targets: Ids) -> None:
+        nonlocal failed
+        if rng.random() < 1 / 2:
+            failed += 1
+            raise OutOfPages(group="full", wanted=len(sources), free=0, held_by="no memory to copy with")
+        move(device, group, sources, targets)
+
+    monkeypatch.setattr(SimulatedDevice, "move_frames", now_and_then)
+    for seed in range(6):
+        choices = Choices.seeded(seed)
+        plan = arena_plan(choices)
+        replay = Replay(plan, COST, ReplaySettings(check="all", chunk=32), events=[lambda: math.inf])
+        arrivals, turns = Arrivals(arena_trace(choices, plan, 30)), 0
+        replay.begin(arrivals)
+        while replay.loop.is_busy or arrivals.next_time is not None:
+            replay.turn()
+            turns += 1
+            assert turns < 2000, replay.scheduler.waiting[0].wait_reason
+        assert replay.result().count("length") == 30
+    assert failed > 100
+
+
+def test_what_leaves_a_request_no_room_is_computed_again_and_explained() -> None:
+    """A state that is loaded takes the bytes of pages that the largest requests need."""
+    causes: Counter[str] = Counter()
+    for seed in (3, 11, 16):
+        choices = Choices.seeded(seed)
+        plan = arena_plan(choices)
+        assert plan.arena is not None
+        num_pages = plan.arena.most(0, 1)
+        plan = replace(plan, num_pages=num_pages, context=num_pages * plan.page_size)
+        tiers = SimulatedTiers(host_tokens=400 * plan.page_size)
+        replay = Replay(plan, COST, ReplaySettings(check="all", chunk=32, explain=True, tiers=tiers))
+        result = replay.run(arena_trace(choices, plan, 60))
+        assert result.count("length") == 60
+        for record in result.records:
+            assert record.explanation is not None
+            causes.update(record.explanation.tokens_by_cause())
+    assert causes[Cause.ROOM] > 100 and not causes[Cause.LOGPROBS]

@@ -105,9 +105,10 @@ class Admission:
         if limited_by:
             usable = min(hit.match.num_pages, max(0, num_tokens - 1) // size)
             until(usable * size, Cause.GROUP, f"group '{limited_by}' has dropped what it needs to resume further on")
+        if hit.lacks_room:
+            until(hit.match.num_pages * size, Cause.ROOM, "computed again: beside it, its request has no room")
         if hit.most_tokens < num_tokens:
-            why = "computed again: its log-probabilities are reported, or else it lacks room"
-            until(hit.match.num_pages * size, Cause.LOGPROBS, why)
+            until(hit.match.num_pages * size, Cause.LOGPROBS, "computed again: its log-probabilities are reported")
         last = "a prompt's last token is always computed, with its page"
         until(hit.match.num_pages * size, Cause.LAST_TOKEN, last)
         for part in asked:
@@ -157,13 +158,11 @@ class Admission:
         counts, num_running = [sum(each) - n for each, n in zip(found, frames, strict=True)], len(claim.rows)
         for room in self._rooms:
             if (lack := room.lack(counts) + room.leaving + room.spared * (num_running > 0)) > 0:
-                group, stride = max(
-                    zip(room.groups, room.strides, strict=True), key=lambda each: found[each[0].index][1]
-                )
+                pairs = zip(room.groups, room.strides, strict=True)
+                group, stride = max(pairs, key=lambda each: found[each[0].index][1])
                 _, own, spare = found[group.index]
-                return _refusal(
-                    group.name, own, spare, own + spare - frames[group.index] - -(-lack // stride), num_running
-                )
+                fit = own + spare - frames[group.index] - -(-lack // stride)
+                return _refusal(group.name, own, spare, fit, num_running)
         return _refusal("all groups", ids, spare_ids, left, num_running) if ids + spare_ids > left + more_ids else ""
 
     def check(self, namespace: Namespace, prompt: int, max_tokens: int) -> None:

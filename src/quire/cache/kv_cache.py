@@ -214,7 +214,8 @@ class KVCache:
             raise OutOfPages(group="rows", wanted=1, free=0, held_by=holders)
         grown = self.explains and hit is not None and hit.num_changes != self.num_changes
         if hit is None or grown or not self.admission.is_current(hit):
-            hit = self.match(tokens, namespace, most_tokens=hit.most_tokens if hit is not None else ALL_TOKENS)
+            before, hit = hit, self.match(tokens, namespace, most_tokens=hit.most_tokens if hit else ALL_TOKENS)
+            hit.lacks_room = before is not None and before.lacks_room
         explanation = self.admission.explain(tokens, hit, asked) if self.explains and not resumed else None
         lease, pages = self.tree.lease(hit.match, hit.num_pages, priority=priority, user=user), hit.pages
         try:

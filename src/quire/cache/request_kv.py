@@ -50,6 +50,7 @@ class PrefixHit:
     num_dropped: int  # `Admission.num_dropped` at that time
     num_changes: int  # `KVCache.num_changes` at that time
     most_tokens: int  # that its request lets come from the cache
+    lacks_room: bool = False  # so nothing of it is reused: its request needs the bytes
 
     @property
     def pages(self) -> Ids:

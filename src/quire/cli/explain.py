@@ -25,6 +25,7 @@ _MEANINGS = {
     "hit": "reused",
     "last_token": "cached, and computed again: the last token, with its page",
     "logprobs": "cached, and computed again for log-probabilities of the prompt",
+    "room": "cached, and computed again since it left its request no room",
     "slower": "cached below the device, and faster to compute than to load",
     "group": "cached, but a group of layers could not go on from there",
     "peer": "asked of a prefill engine, and computed here",

@@ -21,6 +21,8 @@ class Cause(StrEnum):
     """Cached, and computed again: a prompt's last token always is, with the page it is in."""
     LOGPROBS = "logprobs"
     """Cached, and computed again: the request asks for log-probabilities of its prompt, which pages do not have."""
+    ROOM = "room"
+    """Cached, and computed again: in an arena it would take bytes that its request needs, which runs alone."""
     SLOWER = "slower"
     """Cached on a lower tier, and computed again because that is faster than loading."""
     GROUP = "group"

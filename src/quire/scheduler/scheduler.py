@@ -454,6 +454,7 @@ class Scheduler:
             is_alone = self._lacks_room and not self.num_running
             if is_alone and hit.num_pages and self._cache.plan.arena is not None:  # the bytes it begins on are not room
                 hit = self._cache.match(request.tokens, request.namespace, most_tokens=0)
+                hit.lacks_room = True
                 self._lacks_room = not self._fits(request, hit)
             if not self._lacks_room:
                 try:

@@ -7,6 +7,7 @@ export const CAUSES = [
   { name: "hit", color: "device", about: "reused" },
   { name: "last_token", color: "device striped", about: "cached, and computed again: the last token, with its page" },
   { name: "logprobs", color: "storage striped", about: "cached, and computed again for log-probabilities of the prompt" },
+  { name: "room", color: "evicted striped", about: "cached, and computed again since it left its request no room" },
   { name: "slower", color: "host striped", about: "cached below the device, and faster to compute than to load" },
   { name: "group", color: "moving striped", about: "cached, but a group of layers could not go on from there" },
   { name: "peer", color: "peer striped", about: "asked of a prefill engine, and computed here" },
