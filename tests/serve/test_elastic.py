@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,6 +21,8 @@ from quire.cli.app import app
 from quire.client.async_engine import AsyncEngine
 from quire.client.process import Core
 from quire.engine.config import engine_config
+from quire.engine.messages import ResizeRequest
+from quire.errors import InvalidInput
 from quire.scheduler.sampling_params import SamplingParams
 from tests.serve.live_server import LiveServer
 
@@ -186,6 +191,49 @@ def test_released_memory_is_no_fault_of_the_engine() -> None:
             assert engine.health().healthy, engine.health()
             await engine.ask(Core.resume_memory, 0.0)
             await waiting
+        finally:
+            await engine.shutdown()
+
+    asyncio.run(check())
+
+
+def test_an_engine_that_is_started_again_has_the_sizes_and_terms_of_the_one_before(tmp_path: Path) -> None:
+    file = tmp_path / "tenants.json"
+    file.write_text(json.dumps({"quiet": {"floor": "60%"}, "noisy": {"floor": "30%"}}))
+
+    async def check() -> None:
+        config = engine_config(
+            model="quire-bundled", kv_memory="1MiB..4MiB", host_memory="2MiB", max_model_len=256, tenants=file
+        )
+        engine = await AsyncEngine.start(config, max_restarts=2)
+
+        async def dies() -> None:
+            os.kill(engine._process.process.pid or 0, signal.SIGKILL)
+            restarts = engine.num_restarts + 1
+            deadline = time.monotonic() + 120
+            while engine.num_restarts < restarts:
+                assert time.monotonic() < deadline, engine.health()
+                await asyncio.sleep(0.05)
+
+        try:
+            await engine.ask(Core.set_tenant, "noisy", {"weight": 3})
+            await engine.ask(Core.set_tenant, "quiet", {"floor": "30%"})
+            await engine.ask(Core.set_tenant, "noisy", {"floor": "60%"})  # only after that of the other
+            await engine.ask(Core.resize, ResizeRequest(device_bytes=3 * MIB, wait_s=10))
+            await engine.ask(Core.resize, ResizeRequest(device_bytes=2 * MIB, host_bytes=MIB, wait_s=10))
+            with pytest.raises(InvalidInput):
+                await engine.ask(Core.resize, ResizeRequest(device_bytes=5 * MIB))
+            before = await engine.ask(Core.memory)
+            await dies()
+            found = await engine.ask(Core.memory)
+            assert (found.device, found.host, found.released) == (before.device, before.host, False)
+            assert found.device.asked == 2 * MIB and found.host.asked == MIB
+            terms = {each.name: each for each in await engine.ask(Core.tenants)}
+            assert (terms["quiet"].floor, terms["noisy"].floor, terms["noisy"].now.weight) == ("30%", "60%", 3)
+            await engine.ask(Core.release_memory, 10.0)
+            await dies()
+            assert (await engine.ask(Core.memory)).released
+            assert (await engine.ask(Core.resume_memory, 10.0)).device == before.device
         finally:
             await engine.shutdown()
 

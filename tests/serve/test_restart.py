@@ -9,14 +9,18 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from quire.client import async_engine
 from quire.client.async_engine import AsyncEngine
-from quire.client.process import EngineProcess
-from quire.engine.config import engine_config
+from quire.client.changes import Changes
+from quire.client.process import Core, EngineProcess, Progress
+from quire.engine.config import EngineConfig, engine_config
+from quire.engine.messages import ResizeRequest
 from quire.errors import EngineDead
 from quire.scheduler.sampling_params import SamplingParams
 from tests import waits
@@ -216,6 +220,62 @@ def test_a_process_that_cannot_be_started_is_tried_again(monkeypatch: pytest.Mon
                 assert await text_of(engine, "ab", max_tokens=3) == "aba"
             else:
                 assert "Too many open files" in engine.health().reason and starts == 3
+
+    asyncio.run(body())
+
+
+def test_the_last_changes_are_made_again() -> None:
+    """Each size once, terms of a tenant together, and a release only if nothing has ended it."""
+    changes = Changes()
+    assert not changes.calls()
+    for size in (7, 5):
+        changes.done("resize", (ResizeRequest(device_bytes=size, wait_s=60),))
+    changes.done("resize", (ResizeRequest(host_bytes=3, preempt=True),))
+    changes.done("release_memory", (10.0,))
+    changes.done("set_tenant", ("quiet", {"floor": "10%", "weight": 2}))
+    changes.done("set_tenant", ("quiet", {"floor": "20%"}))
+    changes.done("flush", (None,))
+    sizes = [("resize", (ResizeRequest(**{name: size}, wait_s=0),)) for name, size in
+             (("device_bytes", 5), ("host_bytes", 3))]  # fmt: skip
+    terms = ("set_tenant", ("quiet", {"floor": "20%", "weight": 2}))
+    assert changes.calls() == [terms, *sizes, ("release_memory", (0.0,))]
+    changes.done("resume_memory", (10.0,))
+    assert changes.calls() == [terms, *sizes]
+
+
+class DyingCore(EchoCore):
+    """The second process that gets terms dies of them. Its model's name is a file, which says how many have."""
+
+    def __init__(self, config: EngineConfig, progress: Progress) -> None:
+        super().__init__(config, progress)
+        self._asked = Path(config.served_model_name or "")
+
+    def set_tenant(self, name: str, terms: dict[str, Any]) -> list[Any]:
+        with self._asked.open("a") as file:
+            file.write(f"{name} {terms}\n")
+        if len(self._asked.read_text().splitlines()) == 2:
+            os._exit(3)
+        return []
+
+
+@forked
+def test_an_engine_that_dies_of_what_was_changed_is_started_again(tmp_path: Path) -> None:
+    async def body() -> None:
+        asked = tmp_path / "asked"
+        config = engine_config(served_model_name=str(asked))
+        engine = await AsyncEngine.start(config, build=DyingCore, tokenizer=ByteTokenizer(), max_restarts=3)
+        try:
+            await engine.ask(Core.set_tenant, "quiet", {"weight": 2})
+            kill(engine)
+
+            async def is_back() -> bool:
+                return engine.num_restarts == 1
+
+            await until(is_back, timeout_s=waits.SOON_S)
+            assert asked.read_text() == 3 * "quiet {'weight': 2}\n"
+            assert engine.health().healthy and await text_of(engine, "ab", max_tokens=3) == "aba"
+        finally:
+            await engine.shutdown()
 
     asyncio.run(body())
 

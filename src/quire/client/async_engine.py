@@ -13,13 +13,14 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, overload
 
 import msgspec
 import numpy as np
 
+from quire.client.changes import Changes
 from quire.client.health import EngineHealth, is_released, stuck
 from quire.client.output import SequenceDelta
 from quire.client.process import VERBS, BuildCore, Core, EngineProcess, Progress, build_engine_core
@@ -140,11 +141,13 @@ class AsyncEngine:
         self._on_progress = on_progress
         self._streams: dict[str, RequestStream] = {}  # key: engine id of a sequence
         self._questions: dict[int, asyncio.Future[msgspec.Raw]] = {}
+        self._changes = Changes()
         self._counter = itertools.count(1)
         self._progress_s = time.monotonic()  # when the engine last got anywhere
         self._progress = -1  # its mark of that
         self._has_work = False  # says its last heartbeat
         self._death: QuireError | None = None
+        self._lost: QuireError | None = None  # how the process that was started last has ended
         self._draining = False
         self._has_ended = False
         self._idle = asyncio.Event()
@@ -155,7 +158,7 @@ class AsyncEngine:
 
     def _attach(self, process: EngineProcess) -> None:
         """Listen to a process that starts."""
-        self._process, self._has_ended = process, False
+        self._process, self._has_ended, self._lost = process, False, None
         self._ready = self._loop.create_future()
         self._began_s = self._heard_s = time.monotonic()
         self._progress, self._has_work = -1, False
@@ -281,18 +284,28 @@ class AsyncEngine:
     async def ask(self, verb: Callable[..., Any], *arguments: object, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
         """Call a method of the engine's core, and return its result. Raises what that raises, and `EngineDead` if the
         engine has ended or does not answer in time."""
+        answer = await self._in_time(self._send(verb.__name__, encoded(arguments)), timeout_s)
+        self._changes.done(verb.__name__, arguments)
+        return VERBS[verb.__name__].answer.decode(answer)
+
+    async def _in_time(self, answer: asyncio.Future[msgspec.Raw], timeout_s: float) -> msgspec.Raw:
         try:
-            answer = await asyncio.wait_for(self._send(verb.__name__, encoded(arguments)), timeout_s)
+            return await asyncio.wait_for(answer, timeout_s)
         except TimeoutError:
             raise EngineDead(
                 f"the engine did not answer within {timeout_s:g} s.",
                 fix="a step takes that long; try again, or lower --max-num-batched-tokens.",
             ) from None
-        return VERBS[verb.__name__].answer.decode(answer)
 
     def _send(self, verb: str, arguments: msgspec.Raw) -> asyncio.Future[msgspec.Raw]:
         """Send a question; returns its answer."""
         self._check_alive()
+        return self._question(verb, arguments)
+
+    def _again(self, verb: str, arguments: tuple[Any, ...]) -> Awaitable[msgspec.Raw]:
+        return self._in_time(self._question(verb, encoded(arguments)), ANSWER_TIMEOUT_S)
+
+    def _question(self, verb: str, arguments: msgspec.Raw) -> asyncio.Future[msgspec.Raw]:
         number = next(self._counter)
         answer = self._questions[number] = self._loop.create_future()
         answer.add_done_callback(lambda _: self._questions.pop(number, None))
@@ -474,9 +487,12 @@ class AsyncEngine:
         self._loop.call_later(_LOOK_S, self._await_end, process, until_s)
 
     def _die(self, error: QuireError) -> None:
+        self._lost = error
         if not self._ready.done():
             self._ready.set_exception(error)
-        elif self._death is None:
+        elif self._death is not None:  # a process that had just started
+            self._fail_all(error)
+        else:
             self._death = error
             if not self._draining and self._may_restart():
                 self._death = self._starts_again(error)
@@ -520,6 +536,9 @@ class AsyncEngine:
             try:
                 self._attach(await _made(self._start_again))
                 await self._ready
+                await self._changes.make_again(self._again)
+                if self._lost is not None:
+                    raise self._lost
             except (QuireError, OSError) as failed:  # OSError: no file, process or memory is left for it
                 logger.error("the engine did not start again: %s", failed)
                 error = failed if isinstance(failed, QuireError) else EngineDead(f"no engine can be started: {failed}.")
