@@ -69,6 +69,48 @@ def test_speculation_is_replayed(run: Run) -> None:
         assert refused.exit_code == 2 and why in " ".join(refused.stderr.split()), refused.stderr
 
 
+HALF = ("chat:requests=60", "--seed", 3, "--policy", "density", "--pool-tokens", "1/4", "--check", "all")
+
+
+@pytest.mark.parametrize("more", [(), ("--host-tokens", "200k"), ("-m", "gemma-3-27b", "--arena")])
+def test_pools_get_smaller_and_larger_at_times(run: Run, more: tuple[object, ...]) -> None:
+    """A plain pool, one above a tier, and an arena."""
+    whole = runs(run, *HALF, *more)[-1]
+    found = runs(run, *HALF, *more, "--resize", "20s:1,5:1/2, 12.5s:1")[-1]
+    assert {size for _, size in whole["sizes"]} == {1.0} and len(whole["sizes"]) == len(whole["occupancy"])
+    sizes = {at: [size for time, size in found["sizes"] if at <= time < at + 4] for at in (0, 8, 16)}
+    assert set(sizes[0] + sizes[16]) == {1.0} and sizes[8] and max(sizes[8]) < 0.52 and min(sizes[8]) > 0.4
+    shares = [held + cached for _, held, cached in found["occupancy"]]
+    assert all(share <= size + 0.02 for share, (_, size) in zip(shares, found["sizes"], strict=True))
+    assert found["digest"] != whole["digest"] and found["requests"] == whole["requests"] == 60
+
+
+def test_smaller_pools_are_told(run: Run) -> None:
+    shown = " ".join(run("replay", *HALF, "--resize", "5s:1/2").stdout.split())
+    assert "the pool had 50% of its size at times" in shown
+    (tiny,) = runs(run, *HALF, "--resize", "5s:1/50")
+    assert tiny["refused"] > 0, "requests that are larger than the pool is then"
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (("--resize", "1/2"), "'1/2' is not a time and a part of the pool"),
+        (("--resize", "5s:2"), "write --resize 60s:1/2,120s:1"),
+        (("--resize", "5s:1/2,x:1"), "'x:1' is not a time"),
+        (("--resize", "5s:1/0"), "'5s:1/0' is not a time"),
+        (("--resize", "5s:1/2", "--replicas", 2), "not yet with several engines"),
+        (("--resize", "5s:1/2", "--prefill", 1), "not yet with several engines"),
+        (("--resize", "5s:1/2", "-m", "deepseek-v3.2", "--hisparse", "{}"), "hot buffers have one size"),
+        (("--resize", "5s:1/999999"), "is less than a page"),
+        (("--resize", "5s:1/999999", "-m", "gemma-3-27b"), "is less than a page"),
+    ],
+)
+def test_sizes_that_cannot_be_replayed_are_refused(run: Run, given: tuple[object, ...], why: str) -> None:
+    refused = run("replay", *SHORT, *given)
+    assert refused.exit_code == 2 and why in " ".join(refused.stderr.replace("│", " ").split()), refused.stderr
+
+
 HOT = ("chat", "--limit", 6, "-m", "deepseek-v3.2", "--policy", "lru", "--pool-tokens", "64k", "--hisparse", "{}")
 
 

@@ -93,6 +93,15 @@ def test_a_sweep_has_the_rates_of_its_runs(run: Run, tmp_path: Path) -> None:
     assert [part for part in of_kind(parts, "table") if ["optimum", *[""] * 9] < part["rows"][-2]]
 
 
+def test_the_pool_is_shown_beside_its_size(run: Run, tmp_path: Path) -> None:
+    parts, (found,) = written(
+        run, tmp_path, "replay", *SHORT, "--policy", "lru", "--pool-tokens", "8k", "--resize", "3s:1/2"
+    )
+    (pool,) = of_kind(parts, "chart")
+    assert pool["series"][-1]["name"] == "its size"
+    assert pool["series"][-1]["values"] == [round(100 * size, 2) for _, size in found["sizes"]]
+
+
 def test_one_pool_has_a_bar_of_all_prompt_tokens(run: Run, tmp_path: Path) -> None:
     parts, runs = written(run, tmp_path, "replay", "sessions", "--limit", 40)
     bars = of_kind(parts, "bar")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from quire.sim.comparison import Grid, SimulatedModel
 from quire.sim.hisparse import SimulatedHiSparse
 from quire.sim.pools import PLAIN, read_pool_sizes
 from quire.sim.replay import ReplaySettings
+from quire.sim.resizing import parse_sizes
 from quire.sim.selections import Selections
 from quire.sim.settings import SimulatedTiers
 from quire.spec.config_reader import ConfigReader
@@ -60,6 +62,7 @@ def grid_of(
         tiers=_tiers(tiers) if tiers is not None and not hot else (),
         hisparse=hot,
         arena=engine.arena,
+        resizes=_resizes(engine.resize, hot),
         settings=ReplaySettings(
             order=engine.order,
             chunk=engine.max_num_batched_tokens,
@@ -85,6 +88,15 @@ def _drafts(text: str | None) -> tuple[SpeculativeConfig | None, float | None]:
         return found, float(chance) if chance else None
     except ValueError:
         raise InvalidInput(f"'{text}' says no number of drafts.", fix="write --speculate 4, or 4,0.7.") from None
+
+
+def _resizes(text: str | None, hot: Sequence[SimulatedHiSparse]) -> tuple[tuple[float, Fraction], ...]:
+    """Sizes of the pools and their times. Raises InvalidInput."""
+    if text is None:
+        return ()
+    if hot:
+        raise InvalidInput("--resize: hot buffers have one size.", fix="leave --hisparse out.")
+    return parse_sizes(text)
 
 
 def _policies(text: str) -> list[str]:

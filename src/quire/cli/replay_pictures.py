@@ -81,5 +81,8 @@ def _occupancy(run: ReplayResult) -> dict[str, Any]:
         {"name": "in use or cached", "color": "device", "values": both, "fills": True},
         {"name": "held by requests", "color": "host", "values": held, "fills": True},
     ]
+    if any(each.size < 1 for each in samples):
+        sizes = [round(100 * each.size, 2) for each in samples]
+        series.append({"name": "its size", "color": "evicted", "values": sizes, "fills": False})
     label = f"{_name(run)}, {run.pool_tokens:,} tokens: the pool"
     return chart(label, "seconds", [round(each.time, 3) for each in samples], series, unit=" %", most=100)

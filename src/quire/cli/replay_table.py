@@ -230,6 +230,9 @@ def _remarks(pools: Sequence[Sequence[ReplayResult]]) -> Iterator[Text]:
                 f"{first.refused_tokens:,} prompt tokens count as not hit. The first: {refused[0]}",
                 style="yellow",
             )
+    for run in [run for run in runs if any(sample.size < 1 for sample in run.occupancy)]:
+        least = min(sample.size for sample in run.occupancy)
+        yield Text(f"{_pool_of(run)}, {run.policy}: the pool had {least:.0%} of its size at times.")
     silent = [name for name, use in (runs[0].tenants or {}).items() if not use["prompt_tokens"] and name != "default"]
     if silent:
         which = f"No request of the trace has a key of {' or '.join(map(repr, silent))}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.errors import ContextTooLong, InvalidInput, RequestTooLarge
 from quire.spec.arena import ArenaLayout
@@ -129,6 +129,14 @@ class MemoryPlan:
         """Bytes of the records of latents whose frames are in host memory; 0 if all frames are on the device."""
         held = self.groups_on_host
         return sum(region_bytes(self.groups[at].layout.bytes_per_frame, self.frames_of(at)) for at in held)
+
+    def within(self, most: MemoryPlan) -> MemoryPlan:
+        """This plan with no more frames than `most` has, and its requests. Latents in host memory are as in `most`."""
+        pairs = enumerate(zip(self.frames, most.frames, strict=True))
+        frames = tuple(given if at in most.groups_on_host else min(own, given) for at, (own, given) in pairs)
+        return replace(
+            self, frames=frames, num_pages=min(self.num_pages, most.num_pages), max_requests=most.max_requests
+        )
 
     @property
     def num_tokens(self) -> int:

@@ -263,9 +263,4 @@ def _sized(plan: Plan, tokens: int, num_bytes: int = 0) -> MemoryPlan:
     solve, whole = plan.configurator.calculate_pool_sizes_from_max_tokens, plan.memory
     config = solve(tokens, plan.page_size, available_bytes=plan.kv_bytes)
     sized = replace(plan, config=config, stages=(config,), kv_bytes=num_bytes)
-    found = sized.memory if num_bytes else sized.split
-    frames = [min(pair) for pair in zip(found.frames, whole.frames, strict=True)]
-    for index in whole.groups_on_host:
-        frames[index] = whole.frames[index]
-    num_pages = min(found.num_pages, whole.num_pages)
-    return replace(found, frames=tuple(frames), num_pages=num_pages, max_requests=whole.max_requests)
+    return (sized.memory if num_bytes else sized.split).within(whole)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 
-from quire.errors import InvalidInput
+from quire.errors import InvalidInput, PlanError
 from quire.plan.budget import MemoryPlan
 from quire.plan.step_cost import CostModel
 from quire.sim.hisparse import SimulatedHiSparse
@@ -47,7 +48,8 @@ class Grid:
     """What to compare. A pool is a number of tokens or a part of the trace's working set. With `grows`, a part that
     holds no request of the trace becomes the smallest pool that holds all of them. Every replay is done on the device
     alone, then with each of `tiers`, then with each of `hisparse`: hot buffers in the same bytes. With `speculation`,
-    requests draft as `ReplaySettings.acceptance` says."""
+    requests draft as `ReplaySettings.acceptance` says. From some times on pools are a part of what they were, as
+    `resizes` say."""
 
     models: Sequence[SimulatedModel]
     policies: Sequence[str]
@@ -60,6 +62,7 @@ class Grid:
     tiers: Sequence[SimulatedTiers] = ()
     hisparse: Sequence[SimulatedHiSparse] = ()
     arena: bool = False
+    resizes: Sequence[tuple[float, Fraction]] = ()
 
 
 def compare(trace: Trace, grid: Grid, progress: ReportProgress) -> list[ReplayResult]:
@@ -179,6 +182,8 @@ def _replays(
     plan = _plan(trace, grid, model, page_size, tokens)
     cost, record_bytes = model.cost(plan), model.record_bytes(plan)
     sparse = [(each, _plan(trace, grid, model, page_size, tokens, each.config)) for each in grid.hisparse]
+    planned = partial(_plan, trace, grid, model, page_size)
+    sizes = tuple((time, _part_of(plan, part, tokens // page_size, planned)) for time, part in grid.resizes)
 
     def run(label: str, plan: MemoryPlan, settings: ReplaySettings) -> ReplayResult:
         what = f"{model.name}, {settings.policy}, pages of {page_size}, {label}"
@@ -188,7 +193,7 @@ def _replays(
         return replace(result, pool_tokens=tokens, trace=trace.name, model=model.name)
 
     for policy in grid.policies:
-        settings = replace(grid.settings, policy=policy)
+        settings = replace(grid.settings, policy=policy, sizes=sizes)
         resident = run(f"{tokens:,} tokens", plan, settings)
         yield resident
         for tiers in grid.tiers:
@@ -197,6 +202,24 @@ def _replays(
         for hisparse, hot in sparse:
             found = run("hot buffers", hot, replace(settings, hisparse=hisparse))
             yield _beside_resident(found, resident, plan.num_tokens)
+
+
+def _part_of(plan: MemoryPlan, part: Fraction, most: int, planned: Callable[[int], MemoryPlan]) -> MemoryPlan:
+    """The plan of the most tokens, of less than `most` pages, whose pools take this part of the bytes of `plan`. Raises
+    InvalidInput if there is none."""
+    if part == 1:
+        return plan
+
+    def size(pages: int) -> int:
+        try:
+            return planned(pages * plan.page_size).pool_bytes
+        except PlanError:  # a window does not fit
+            return 0
+
+    found = bisect_right(range(1, most), int(plan.pool_bytes * part), key=size)
+    if not found or not size(found):
+        raise InvalidInput(f"{part} of the pools is less than a page of each group.", fix="give a larger part.")
+    return planned(found * plan.page_size).within(plan)
 
 
 def _beside_resident(found: ReplayResult, resident: ReplayResult, resident_tokens: int) -> ReplayResult:

@@ -127,7 +127,7 @@ class Recorder(Part):
 
     def _refusal(self, request: ScriptedRequest, error: QuireError) -> str:
         """Why a request can never run, without the bytes of a pool whose size is in tokens."""
-        plan, prompt, output = self._cache.plan, request.num_prompt_tokens, request.max_tokens
+        plan, prompt, output = self._cache.resizing.plan, request.num_prompt_tokens, request.max_tokens
         if not isinstance(error, RequestTooLarge):
             return error.message
         return (

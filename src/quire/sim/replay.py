@@ -30,6 +30,7 @@ from quire.sim.clock import VirtualClock
 from quire.sim.device import SimulatedDevice, frames_of
 from quire.sim.hisparse import SimulatedHiSparse, virtual_buffers
 from quire.sim.recorder import Recorder
+from quire.sim.resizing import SimulatedSizes, Sizes
 from quire.sim.result import ReplayResult, percentiles
 from quire.sim.scripts import ScriptedRequest, ending_of
 from quire.sim.settings import SimulatedTiers
@@ -51,7 +52,7 @@ class ReplaySettings:
     checked, whether each record says why no more of its prompt was cached, the lower tiers, and the selections of hot
     buffers. A request is that of the tenant whose key its salt begins with. `acceptance` is the chance of a draft to be
     right, if the plan has speculation; None: as recorded. `eviction_worth` is what pages are kept for: tokens, or
-    flops. `endings` are told to the policy, or hidden."""
+    flops. `endings` are told to the policy, or hidden. The cache has other `sizes` from some times on."""
 
     policy: str = DEFAULT_POLICY
     order: str = "fcfs"
@@ -67,6 +68,7 @@ class ReplaySettings:
     eviction_worth: str = "tokens"
     endings: str = "hidden"
     tenants: tuple[TenantTerms, ...] = ()
+    sizes: Sizes = ()
 
     def __post_init__(self) -> None:
         if self.check not in CHECKS:
@@ -175,11 +177,13 @@ class Replay:
         self.drafts = simulated_drafts(
             plan, settings.acceptance, device.scripts, self.scheduler, device.move, overlap=settings.overlap
         )
-        self._waits = Waits(self.clock, self.scheduler, [lambda: self.tiers.next_end, *events])
+        resizing = [SimulatedSizes(self.cache, settings.sizes, self.clock)] if settings.sizes else []
+        later = [lambda: self.tiers.next_end, *(each.next_time for each in resizing), *events]
+        self._waits = Waits(self.clock, self.scheduler, later)
         self._waits.arrives = lambda: self._arrivals.next_time
         told = [EndingsPart(ending_of)] if settings.endings == "told" else []
         self._tenants = parts_for_tenants(self.cache)
-        own = [*self.drafts, self._waits, *told, *self._tenants, *parts, self.recorder]
+        own = [*self.drafts, self._waits, *told, *self._tenants, *resizing, *parts, self.recorder]
         self.loop = Loop(
             self.scheduler, self.cache, device, own, overlaps=settings.overlap, seconds=lambda: self.clock.now
         )

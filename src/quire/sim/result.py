@@ -43,13 +43,15 @@ class RequestRecord:
 @dataclass(frozen=True, slots=True)
 class Occupancy:
     """The pool from `time` until the next sample: the shares of its pages that running requests hold, and that are only
-    cached; the rest is free. `running` requests run. `ended`: requests had ended, and no step was launched."""
+    cached; the rest is free. `running` requests run. `ended`: requests had ended, and no step was launched. The pool
+    has this part of its greatest `size`, of which the others are shares too."""
 
     time: float
     held: float
     cached: float
     running: int
     ended: bool = False
+    size: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +167,7 @@ class ReplayResult:
             "output_tokens_per_s": self.output_rate,
             "virtual_seconds": self.seconds,
             "occupancy": [(sample.time, sample.held, sample.cached) for sample in self.occupancy],
+            "sizes": [(sample.time, sample.size) for sample in self.occupancy],
             "tiers": plain(self.tiers),
             "hisparse": plain(self.hisparse),
         }
@@ -231,9 +234,11 @@ class OccupancyLog:
 
     def _sample(self, now: float, *, ended: bool) -> None:
         cache = self._cache
-        total, cached = cache.plan.num_pages, cache.tree.num_evictable
+        total, cached, size = cache.plan.num_pages, cache.tree.num_evictable, 1.0
         free = [group.num_free for group in cache.groups if group.reach.whole]
         more_ids = cache.pages.num_pages > total or cache.plan.arena is not None
+        if any(cache.resizing.released().values()):
+            size, more_ids = cache.resizing.num_bytes / cache.plan.pool_bytes, True
         available = cached + (min(free) if more_ids and free else cache.pages.num_free_pages)
-        held = max(0, total - available) / total
-        self.samples.append(Occupancy(now, held, cached / total, self._scheduler.num_running, ended))
+        held = max(0, int(total * size) - available) / total
+        self.samples.append(Occupancy(now, held, cached / total, self._scheduler.num_running, ended, size))
