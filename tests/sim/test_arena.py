@@ -17,7 +17,7 @@ from quire.observe.explain import Cause
 from quire.sim.arrivals import Arrivals
 from quire.sim.device import SimulatedDevice
 from quire.sim.replay import Replay, ReplaySettings
-from quire.sim.tier_settings import SimulatedTiers
+from quire.sim.settings import SimulatedTiers
 from quire.spec.ids import Ids
 from quire.testing import ContentOracle
 from quire.testing.choices import Choices
