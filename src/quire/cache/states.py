@@ -72,7 +72,8 @@ class StateGroup(GroupBase):
         self._previous_frame = np.zeros(max_requests, dtype=np.int32)  # at the last page's end; 0: none
         self._previous_pages = np.zeros(max_requests, dtype=np.int64)
         self._previous_rank = np.zeros(max_requests, dtype=np.int8)
-        self._unsettled: list[list[Checkpoint]] = [[] for _ in range(max_requests)]  # by row, of pages not settled
+        # Checkpoints of each row for pages that are not settled.
+        self._unsettled: list[list[Checkpoint]] = [[] for _ in range(max_requests)]
         self._oldest = np.full(max_requests, sys.maxsize)  # pages of the first of them
         self._is_taking = False  # between `take` and `grow` or `untake`
 
