@@ -76,6 +76,21 @@ def test_a_finished_request_is_dead() -> None:
     cache.audit()
 
 
+def test_eviction_makes_room_beside_a_frame_that_is_set_apart() -> None:
+    """Page ids are free then, and frames are not."""
+    cache = KVCache(small_plan(4, 1))
+    cache.groups[0].set_apart(int(cache.groups[0].frames.allocator.ids.take(1)[0]))
+    tokens = ids(1, 2, 3)
+    cache.finish(compute(cache, tokens), tokens)
+    kv = cache.begin(ids(9))
+    cache.extend([kv], [1])
+    assert cache.statistics().evicted_pages == 1 and cache.pages.num_free_pages == 1
+    batch = cache.rows.batch([kv])
+    cache.extend(batch, 1)
+    assert cache.statistics().evicted_pages == 2
+    cache.audit()
+
+
 def test_eviction_makes_room_only_as_far_as_needed() -> None:
     cache = KVCache(small_plan(4, 1))
     tokens = ids(1, 2, 3)

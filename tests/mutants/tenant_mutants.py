@@ -23,7 +23,7 @@ from tests.mutants.mutants import Patch, mutant
 
 @mutant("tenants", "a noisy tenant pushes out what a quiet one is promised")
 def floors_do_not_hold(patch: Patch) -> None:
-    patch.setattr(Tenants, "may_lose", lambda tenants, tenant: int(tenants.num_unheld[tenant]))
+    patch.setattr(Tenants, "may_lose", lambda tenants, node: node.num_pages)
 
 
 @mutant("tenants", "of a leaf that lies on both sides of a floor all pages go")
@@ -175,10 +175,10 @@ def the_smallest_loses_first(patch: Patch) -> None:
 def refused_terms_stay(patch: Patch) -> None:
     real = Tenants.check
 
-    def check(tenants: Tenants, terms: Any, num_bytes: int | None = None) -> None:
+    def check(tenants: Tenants, terms: Any, plan: Any = None) -> None:
         if hasattr(tenants, "_groups"):
             tenants.terms = list(terms)
-        real(tenants, terms, num_bytes)
+        real(tenants, terms, plan)
 
     patch.setattr(Tenants, "check", check)
 

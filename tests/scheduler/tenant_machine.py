@@ -14,25 +14,29 @@ import numpy as np
 
 from quire.cache import KVCache
 from quire.cache.request_kv import RequestKV
+from quire.cache.room import Room
 from quire.cache.session import SessionSettings
 from quire.errors import InvalidInput, RequestTooLarge
 from quire.offload import Offloads, offload_of
+from quire.plan.budget import MemoryPlan
 from quire.prefix.node import nodes_below, path_to
 from quire.scheduler.policy import scheduling_policy
 from quire.scheduler.request import Request, RequestState
 from quire.scheduler.sampling_params import SamplingParams
 from quire.scheduler.scheduler import Scheduler
 from quire.settings.tenants import tenants_of
+from quire.spec.arena import ArenaLayout
 from quire.spec.events import Namespace
-from quire.spec.group import ReachSpec
+from quire.spec.group import GroupSpec, ReachSpec
 from quire.spec.ids import Tier
+from quire.spec.layout import DType, Field, PageLayout
 from quire.spec.pages import pages_for
-from quire.testing import FakeModel, small_plan
+from quire.testing import FakeModel
 from quire.testing.choices import Choices
 from quire.testing.fake_model import FakeStep
 
 NAMES = ("default", "quiet", "noisy", "third")
-REACHES = ((), (ReachSpec(), ReachSpec("window", 5)), (ReachSpec(), ReachSpec("state")))
+KINDS = ("", "window", "state", "full", "arena window", "arena state")
 FLOORS = ("0", "10%", "25%", "40%")
 CEILINGS = (None, None, "30%", "50%", "80%")
 MOST_TURNS = 3000
@@ -57,17 +61,10 @@ class TenantMachine:
     """An engine without an engine: requests of four tenants arrive, run, leave; terms change; flushes."""
 
     def __init__(self, choices: Choices) -> None:
-        reaches = choices.one_of(REACHES)
-        self.is_plain = not reaches
-        page_size = choices.one_of((1, 2, 4))
-        num_pages = choices.between(12, 40)
-        max_requests = choices.between(2, 6)
-        groups = tuple(f"{reach.kind}{at}" for at, reach in enumerate(reaches)) or ("full",)
-        states = max_requests * 2 + choices.between(2, 8)
-        frames = tuple({"state": states}.get(reach.kind, num_pages) for reach in reaches)
-        plan = small_plan(
-            num_pages, page_size, max_requests=max_requests, groups=groups, reaches=reaches, frames=frames, context=100
-        )
+        kind = choices.one_of(KINDS)
+        self.is_plain = not kind
+        plan = _plan(choices, kind)
+        num_pages, max_requests = plan.num_pages, plan.max_requests
         given = {name: self._terms(choices) for name in NAMES}
         while True:
             try:
@@ -94,7 +91,9 @@ class TenantMachine:
             max_tokens=choices.one_of((4, 16, 64)),
         )
         self.model = FakeModel(self.cache, 3)
-        self.overlap = choices.chance(40)
+        self.cache.parts.moved.append(self.model.oracle.move)
+        self.rooms = self.cache.parts.rooms
+        self.overlap = choices.chance(40) and plan.arena is None  # this model does not order moves behind its steps
         self.open: list[Request] = []
         self.rows: dict[RequestKV, int] = {}
         self.owner: dict[int, int] = {}  # of each page, as last seen
@@ -104,7 +103,7 @@ class TenantMachine:
         self.freeing: set[int] = set()  # tenants of requests that have ended in this turn, whose own pages are free
         self.arrived = 0
         self.happened = Counter[str]()
-        self.totals = [num_pages] if self.is_plain else list(frames)
+        self.num_pages = num_pages
 
     def _terms(self, choices: Choices) -> dict[str, object]:
         return {
@@ -308,10 +307,10 @@ class TenantMachine:
         assert seen == NAMES.index(key[0].salt.partition("/")[0] or "default"), "a page is another tenant's"
         return seen
 
-    def _units(self, at: int, ceiling: bool) -> list[int]:
-        """Frames of a group that each is promised, or may have."""
+    def _units(self, room: Room | None, ceiling: bool) -> list[int]:
+        """Units of a room, or page ids, that each is promised, or may have."""
         assert self.tenants is not None
-        total = self.cache.groups[at].room.total
+        total = self.num_pages if room is None else room.total
         found = []
         for each in self.tenants.terms:
             amount = each.ceiling if ceiling else each.floor
@@ -319,18 +318,38 @@ class TenantMachine:
         return found
 
     def _most(self, tenant: int) -> int:
-        floors = self._units(0, ceiling=False)
-        return min(self._units(0, ceiling=True)[tenant], self.totals[0] - sum(floors) + floors[tenant])
+        floors = self._units(None, ceiling=False)
+        return min(self._units(None, ceiling=True)[tenant], self.num_pages - sum(floors) + floors[tenant])
+
+    def _in_room(self, room: Room | None, counts: Counts) -> list[int]:
+        """The units of a room, or page ids, that each has."""
+        if room is None:
+            return counts[0]
+        parts = [[stride * n for n in counts[at]] for at, stride in zip(room.indices, room.strides, strict=True)]
+        return [sum(each) for each in zip(*parts, strict=True)]
+
+    def _keeps(self, tenant: int, now: Count) -> bool:
+        """Whether a tenant that has lost pages still has its floor in a room that they were evicted for. Of an arena a
+        page with all its frames may have gone."""
+        rooms: list[Room | None] = [room for room in self.rooms if room.groups[0].reach.whole]
+        rooms += [None] * self.rooms[0].is_shared
+        slack = [sum(room.strides) - 1 if room is not None and room.is_shared else 0 for room in rooms]
+        return any(
+            self._in_room(room, now.used)[tenant] >= self._units(room, ceiling=False)[tenant] - less
+            for room, less in zip(rooms, slack, strict=True)
+        )
 
     # -- laws
 
     def check(self, before: Count, asks: set[int]) -> None:
         """Ceilings and floors, and that the cache counts as the model does."""
         now = self.count()
+        for room in self.rooms:
+            ceilings, had = self._units(room, ceiling=True), self._in_room(room, before.used)
+            for tenant, used in enumerate(self._in_room(room, now.used)):
+                assert used <= max(ceilings[tenant], had[tenant]), f"{NAMES[tenant]} is above its ceiling"
         for at, group in enumerate(self.cache.groups):
-            floors, ceilings = self._units(at, ceiling=False), self._units(at, ceiling=True)
-            for tenant, used in enumerate(now.used[at]):
-                assert used <= max(ceilings[tenant], before.used[at][tenant]), f"{NAMES[tenant]} is above its ceiling"
+            floors = self._units(group.room, ceiling=False)
             retained = offload_of(self.cache).retention
             if self.is_plain and not len(retained):
                 promised = sum(map(max, now.held[at], floors))
@@ -348,7 +367,8 @@ class TenantMachine:
                 ):  # of pages see `check_evicted`
                     continue
                 least = min(before.used[at][tenant], floors[tenant])
-                assert now.used[at][tenant] >= least, f"{NAMES[tenant]} lost what it is promised"
+                kept = self._keeps(tenant, now) if group.room.is_shared else now.used[at][tenant] >= least
+                assert kept, f"{NAMES[tenant]} lost what it is promised"
                 self.happened["lost frames to others"] += 1
         self.compare(now)
 
@@ -356,9 +376,10 @@ class TenantMachine:
         tenants = self.tenants
         assert tenants is not None
         tenants._look()
-        for at in range(len(self.cache.groups)):
-            assert tenants.used[at].tolist() == now.used[at], f"group {at} is used by {now.used[at]}"
-            assert (tenants.used - tenants.idle)[at].tolist() == now.held[at], f"group {at} is held by {now.held[at]}"
+        for at, room in enumerate(self.rooms):
+            used, held = self._in_room(room, now.used), self._in_room(room, now.held)
+            assert tenants.used[at].tolist() == used, f"room {at} is used by {used}"
+            assert (tenants.used - tenants.idle)[at].tolist() == held, f"room {at} is held by {held}"
         unheld = [0] * len(NAMES)
         for node in self.cache.tree.nodes():
             unheld[node.tenant] += 0 if node.level else node.num_pages
@@ -368,9 +389,9 @@ class TenantMachine:
     def check_evicted(self, before: Count, now: Count) -> None:
         """The scheduler has made a step, and nothing was freed since: no tenant has lost cached pages below its floor,
         to others or to its own requests."""
-        for tenant, floor in enumerate(self._units(0, ceiling=False)):
+        for tenant in range(len(NAMES)):
             lost = sum(own == tenant and key not in now.cached for key, own in before.cached.items())
-            assert not lost or now.used[0][tenant] >= floor, f"{NAMES[tenant]} lost {lost} pages within its floor"
+            assert not lost or self._keeps(tenant, now), f"{NAMES[tenant]} lost {lost} pages within its floor"
             self.happened["evicted"] += lost > 0
 
     def check_refusals(self) -> None:
@@ -378,7 +399,7 @@ class TenantMachine:
         if not self.is_plain or self.flight is not None or len(offload_of(self.cache).retention):
             return
         now = self.count()
-        floors, size = self._units(0, ceiling=False), self.cache.page_size
+        floors, size = self._units(None, ceiling=False), self.cache.page_size
         claims = list(now.held[0])
         running = [r for r in self.open if r.state is RequestState.RUNNING]
         for request in running:
@@ -396,6 +417,37 @@ class TenantMachine:
             ahead = min(request.num_tokens + 1, request.num_prompt_tokens + request.max_tokens)
             need = self.cache.plan.pages_of(ahead)
             assert claims[tenant] + need > floors[tenant], f"{request.owner} waits within its floor"
+
+
+def _plan(choices: Choices, kind: str) -> MemoryPlan:
+    """Pages of one group, or of two: with rooms of their own, which may differ in size, or with an arena."""
+    size, num_pages, max_requests = choices.one_of((1, 2, 4)), choices.between(12, 40), choices.between(2, 6)
+    is_shared, _, last = kind.rpartition(" ")
+    kinds = ("full", last)[: 1 + (last != "")]
+    reaches = tuple(ReachSpec() if each == "full" else ReachSpec(each, 5 * (each == "window")) for each in kinds)
+    states = max_requests * 2 + choices.between(2, 8)
+    widths = (1, choices.between(1, 12) if is_shared else 1)
+    layouts = [PageLayout(size, (Field(name="k", shape=(n,), dtype=DType.UINT8, layers=(0,)),)) for n in widths]
+    groups = tuple(
+        GroupSpec(name=f"{each.kind}{at}", layout=layout, reach=each)
+        for at, (each, layout) in enumerate(zip(reaches, layouts, strict=False))
+    )
+    larger = choices.between(num_pages, 2 * num_pages) if last == "full" else num_pages
+    frames = (larger, {"state": states}.get(last, num_pages))[: len(kinds)]
+    arena = None
+    if is_shared:
+        needs = states if last == "state" else 8
+        arena = ArenaLayout(size * (1 + widths[1] + num_pages + needs * widths[1]), (size, size * widths[1]))
+        num_pages = min(num_pages, arena.most(0, needs))
+    return MemoryPlan(
+        page_size=size,
+        groups=groups,
+        num_pages=num_pages,
+        context=100,
+        max_requests=max_requests,
+        frames=frames,
+        arena=arena,
+    )
 
 
 def _namespace(tenant: int, which: int) -> Namespace:

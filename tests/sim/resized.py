@@ -11,13 +11,17 @@ from itertools import count
 
 import numpy as np
 
+from quire.errors import InvalidInput
 from quire.loop import Loop, Part
 from quire.loop.resizing import ResizingPart
+from quire.loop.tenants import parts_for_tenants
 from quire.plan.budget import MemoryPlan
 from quire.prefix.reach import reach_of
+from quire.settings.tenants import tenants_of
 from quire.sim.replay import Replay, ReplaySettings
 from quire.sim.settings import SimulatedTiers
 from quire.spec.arena import ArenaLayout
+from quire.spec.events import Namespace
 from quire.spec.group import GroupSpec, ReachSpec
 from quire.spec.layout import DType, Field, PageLayout
 from quire.spec.pages import pages_for
@@ -26,6 +30,9 @@ from tests.sim.arenas import DRAFTS, arena_plan, arena_trace
 from tests.sim.replays import COST
 
 KINDS = (("full",), ("full", "window"), ("full", "state"), ("full", "chunk"), ("full", "other"), ("window",))
+
+TENANTS = ("default", "one", "two")
+MOST_TURNS = 20_000
 
 
 class Arenas:
@@ -94,10 +101,10 @@ class Sizes:
 
 
 class Resizes(Part):
-    """Aims at other sizes at random, and wipes what is given back."""
+    """Aims at other sizes at random, at which tenants have their floors, and wipes what is given back."""
 
     def __init__(self, choices: Choices, sizes: Sizes | Arenas) -> None:
-        self._choices, self._sizes = choices, sizes
+        self._choices, self._sizes, self._turns = choices, sizes, count()
         self.happened: Counter[str] = Counter()
 
     def attach(self, loop: Loop) -> None:
@@ -107,9 +114,10 @@ class Resizes(Part):
 
     def before_schedule(self) -> None:
         choices, resizing = self._choices, self._cache.resizing
+        assert next(self._turns) < MOST_TURNS, "a request waits for ever"
         self.happened["reached"] += resizing.reached
-        if choices.chance(10):
-            self.part.aim(self._sizes.smaller(choices), preempts=choices.chance(30))
+        if choices.chance(10) and self._fits(plan := self._sizes.smaller(choices)):
+            self.part.aim(plan, preempts=choices.chance(30))
             self.happened["reached at once" if resizing.reached else "waits"] += 1
             self._cache.audit()
         if choices.chance(2):
@@ -120,7 +128,28 @@ class Resizes(Part):
                 assert all(frames.released == frames.total for frames in self._cache.statistics().frames.values())
                 self.happened["released in use"] += held
             self.part.aim(plan)
+        if self._cache.parts.tenants is not None and choices.chance(3):
+            self._change()
         self.part.before_schedule()
+
+    def _fits(self, plan: MemoryPlan) -> bool:
+        try:
+            for part in parts_for_tenants(self._cache):
+                part.fits(plan)
+        except InvalidInput:
+            return False
+        return True
+
+    def _change(self) -> None:
+        """A tenant has other terms, if what waits and runs allows it."""
+        (part,) = parts_for_tenants(self._cache)
+        part.attach(self._loop)
+        before = part.listing()
+        try:
+            part.change(self._choices.one_of(TENANTS), terms(self._choices))
+            self.happened["changed"] += 1
+        except InvalidInput:
+            assert part.listing() == before
 
     def _wipe(self) -> None:
         for memory in self._loop.device._memory:  # type: ignore[attr-defined]
@@ -131,7 +160,15 @@ class Resizes(Part):
             memory._frames.update_digests(gone)
 
 
-def run_resized_replay(seed: int, *, tiers: bool = False, drafts: bool = False, arena: bool = False) -> Counter[str]:
+def terms(choices: Choices) -> dict[str, object]:
+    """Those of a tenant, so that the floors of all are at most the memory."""
+    floor, ceiling = choices.one_of(("0", "10%", "25%", "33%")), choices.one_of((None, None, "50%", "80%"))
+    return {"floor": floor, "ceiling": ceiling, "weight": choices.one_of((0.5, 1, 3))}
+
+
+def run_resized_replay(
+    seed: int, *, tiers: bool = False, drafts: bool = False, arena: bool = False, tenants: bool = False
+) -> Counter[str]:
     """A replay in which every read and all invariants are checked; returns what has happened."""
     choices = Choices.seeded(seed)
     sizes = Arenas(choices, drafts=drafts) if arena else Sizes(choices, drafts=drafts)
@@ -143,10 +180,14 @@ def run_resized_replay(seed: int, *, tiers: bool = False, drafts: bool = False, 
         checkpoint_interval=choices.one_of((plan.page_size, 4 * plan.page_size, 64)),
         tiers=SimulatedTiers(host_tokens=100 * plan.page_size) if tiers else None,
         acceptance=0.6 if plan.speculation is not None else None,
+        tenants=tenants_of({name: terms(choices) for name in TENANTS}) if tenants else (),
     )
     part = Resizes(choices, sizes)
     replay = Replay(plan, COST, settings, parts=[part])
-    result = replay.run(arena_trace(choices, plan, 30))
+    trace = arena_trace(choices, plan, 30)
+    if tenants:
+        trace = [replace(each, namespace=Namespace(salt=choices.one_of(("one/", "two/", "")))) for each in trace]
+    result = replay.run(trace)
     counters = replay.cache.counters
     refused = sum(record.end == "refused" for record in result.records)
     return part.happened + Counter(

@@ -16,6 +16,8 @@ from tests.sim.resized import run_resized_replay
 
 KINDS = ({}, {"tiers": True}, {"drafts": True}, {"tiers": True, "drafts": True}, {"arena": True})
 KINDS += ({"arena": True, "tiers": True}, {"arena": True, "drafts": True})
+TENANTS = ({}, {"tiers": True}, {"arena": True}, {"arena": True, "drafts": True}, {"arena": True, "tiers": True})
+KINDS += tuple({"tenants": True, **kind} for kind in TENANTS)
 NAMES = ["-".join(kind) or "plain" for kind in KINDS]
 
 

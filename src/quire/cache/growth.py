@@ -23,6 +23,7 @@ import numpy as np
 from quire.cache.groups import NO_PAGES
 from quire.cache.offload import CacheParts, Offload
 from quire.cache.request_kv import RequestKV
+from quire.cache.room import Room
 from quire.cache.running import Batch, Counts, Lengths, Rows, RunningBatch
 from quire.cache.states import GroupCache, StateGroup
 from quire.cache.statistics import CacheCounters
@@ -136,9 +137,10 @@ class Growth:
         """Evict if the free pages and frames do not suffice for these rows and `num_new` pages."""
         short = num_new * self._growing.page_size > self._growing.available_size() or self._is_bound()
         asking = kvs.kvs if isinstance(kvs, RunningBatch) else kvs
-        if not short and self._scarce:
+        apart = [room for room in self._rooms if any(group.quarantined for group in room.groups)]
+        if not short and (self._scarce or apart):
             wanted = self._wanted(asking, rows, num_new, ends)
-            short = not all(room.has(wanted) for room in self._scarce)
+            short = not all(room.has(wanted) for room in (*self._scarce, *apart))
         if short:
             self._offload.retention.expire()
             cause = _names_of(asking, self._rows.num_allocated[rows] % self._size == 0)
@@ -172,18 +174,21 @@ class Growth:
         self, ask: Callable[[], Sequence[int]], num_new: int, cause: str, *, waits: bool, moves: bool = True
     ) -> None:
         """Release holds until the pages counted by `ask()` are evictable, and evict them. Raises OutOfPages before."""
-        wanted = ask()
-        while (refusal := self._short(wanted, num_new)) is not None:
-            if not self._release(wanted, num_new, waits=waits):
-                raise refusal
-            wanted = ask()
-        self._evict(wanted, num_new, cause)
-        if num_new > self._parts.pages.num_free_pages:  # a transfer reads what was evicted
-            self._until(ask, num_new, cause, waits=waits)
-            return
+        while True:
+            wanted, before = ask(), self._num_out()
+            while (refusal := self._short(wanted, num_new)) is not None:
+                if not self._release(wanted, num_new, waits=waits):
+                    raise refusal
+                wanted = ask()
+            self._evict(wanted, num_new, cause, self._rooms)
+            free = self._parts.pages.num_free_pages
+            if num_new <= free:
+                break
+            if self._num_out() == before:  # else a transfer reads what was evicted
+                raise self._refusal("pages", num_new, free, free)
         for room in self._rooms:
-            if room.is_shared and room.lack(self._used(wanted)) > 0:  # an eviction freed less than was counted
-                raise self._refusal(room.groups[0].name, wanted[0], room.groups[0].num_free, 0)
+            if room.lack(self._used(wanted)) > 0:  # an eviction freed less than was counted
+                raise self._refusal(room.groups[0].name, wanted[room.indices[0]], room.groups[0].num_free, 0)
             if moves and (move := room.make_way(wanted)) is not None:
                 self.move(move)
 
@@ -212,15 +217,15 @@ class Growth:
             counts = [n - group.num_optional for n, group in zip(counts, self._parts.groups, strict=True)]
         return (steps or moves) and all(room.lack(counts, settled=True) <= 0 for room in self._rooms)
 
-    def _evict(self, wanted: Sequence[int], num_new: int, cause: str) -> None:
-        """Evict until each group has `wanted[i]` free frames, and `num_new` pages are free."""
-        self._evict_frames(wanted, Rank.PASSED, shared=True)
+    def _evict(self, wanted: Sequence[int], num_new: int, cause: str, rooms: Sequence[Room]) -> None:
+        """Evict until each group of these rooms has `wanted[i]` free frames, and `num_new` pages are free."""
+        self._evict_frames(wanted, Rank.PASSED, [room for room in rooms if room.is_shared])
         chunk, before, after = 1, 0, 1
-        while before != after and (missing := self._missing(wanted, num_new, chunk)) > 0:
+        while before != after and (missing := self._missing(wanted, num_new, chunk, rooms)) > 0:
             before = self._num_out()
             self._evict_pages(missing, num_new, cause)
             chunk, after = 2 * chunk, self._num_out()
-        self._evict_frames(wanted, max(Rank), shared=False)
+        self._evict_frames(wanted, max(Rank), rooms)
 
     def _evict_pages(self, num_pages: int, num_new: int, cause: str) -> None:
         evicted = self._offload.evict(num_pages, num_new, cause)
@@ -246,23 +251,23 @@ class Growth:
         """What an eviction changes: page ids that are out, and frames in use."""
         return sum(self._used([0] * len(self._parts.groups))) - self._parts.pages.num_free_pages
 
-    def _missing(self, wanted: Sequence[int], num_new: int, chunk: int) -> int:
+    def _missing(self, wanted: Sequence[int], num_new: int, chunk: int, rooms: Sequence[Room]) -> int:
         """Pages to evict next. Of a room that groups share a page may free frames in all of them, and its tail more
         than what follows: so few at once, and more each time."""
         missing = num_new - self._parts.pages.num_free_pages if chunk == 1 else 0  # some ids are free later
-        for room in self._rooms:
+        for room in rooms:
             whole = sum([stride for g, stride in zip(room.groups, room.strides, strict=True) if g.reach.whole])
             if whole and (lack := room.lack(self._used(wanted))) > 0:
                 least = max(-(-lack // sum(room.strides)), chunk)
                 missing = max(missing, min(least, -(-lack // whole)) if room.is_shared else lack)
         return missing
 
-    def _evict_frames(self, wanted: Sequence[int], most: Rank, *, shared: bool) -> None:
-        """Evict frames of groups that are read in part, up to this rank, where short; or only in `shared` rooms."""
-        for room in self._rooms:
+    def _evict_frames(self, wanted: Sequence[int], most: Rank, rooms: Sequence[Room]) -> None:
+        """Evict frames of groups that are read in part, up to this rank, where these rooms are short."""
+        for room in rooms:
             for index, stride in zip(room.indices, room.strides, strict=True):
                 group = self._parts.groups[index]
-                if not group.reach.whole and room.is_shared >= shared and (lack := room.lack(self._used(wanted))) > 0:
+                if not group.reach.whole and (lack := room.lack(self._used(wanted))) > 0:
                     self._reclaim(index, -(-lack // stride), most)
 
     def _reclaim(self, group: int, num_frames: int, most: Rank) -> None:

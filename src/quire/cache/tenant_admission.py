@@ -38,7 +38,9 @@ class TenantAdmission(Admission):
             soft = self._retention.soft_by_tenant(hit.match, hit.num_pages) * self._tenants.over
         wanted = self._claims_by_tenant(claim)
         objection = self._tenants.objection(claim.namespace, wanted, soft, max(more, default=0))
-        return super().why_not(claim, more) if objection == "" else objection or ""
+        if objection is None:  # what others reserve is not promised to them
+            claim = Claim(claim.begins, claim.num_pages)
+        return objection or super().why_not(claim, more)
 
     def check(self, namespace: Namespace, prompt: int, max_tokens: int) -> None:
         self._tenants.check_request(namespace, prompt + max_tokens, self._plan.pages_of(prompt + max_tokens))

@@ -9,6 +9,8 @@ import numpy as np
 
 from quire.cache.groups import NO_PAGES, pages_between
 from quire.cache.growth import Growth
+from quire.cache.request_kv import RequestKV
+from quire.cache.room import Room
 from quire.cache.running import Batch, Lengths, Rows
 from quire.cache.tenants import Tenants
 from quire.errors import OutOfPages
@@ -30,8 +32,7 @@ class TenantGrowth(Growth):
         super().reclaim(wanted, cause, pages)
 
     def shrink(self, reserved: Sequence[int], cause: str) -> None:
-        """As `Growth.shrink`. No tenant asks: what each has above its floor goes first, and what sessions and
-        retentions keep below it only where that is not enough."""
+        """As `Growth.shrink`. What is above floors goes first, and what is below them only where that is not enough."""
         self._claims = self._tenants.pages_by([NO_PAGES] * (len(self._parts.groups) + 1))
         try:
             super().shrink(reserved, cause)
@@ -41,7 +42,6 @@ class TenantGrowth(Growth):
                 super().shrink(reserved, cause)
             finally:
                 self._all_end = False
-        super()._evict(reserved, 0, cause)
 
     def _grow(self, kvs: Batch, rows: Rows, num_new: int, longer: Rows, before: Lengths, after: Lengths) -> None:
         starts, ends = -(-before // self._size), -(-after // self._size)
@@ -50,6 +50,12 @@ class TenantGrowth(Growth):
         if num_new:
             pages, owners = pages_between(self._rows.pages, longer, starts, ends)
             self._tenants.owners.give(pages, self._tenants.of_row[longer[owners]])
+
+    def _wanted(self, kvs: Sequence[RequestKV], rows: Rows, num_new: int, ends: Lengths | None) -> list[int]:
+        least = [group.wanted(rows, num_new) for group in self._parts.groups]
+        wanted = super()._wanted(kvs, rows, num_new, ends)
+        more = np.subtract([*wanted, 0], [*least, 0])  # for checkpoints, which no floor gives way to
+        return wanted if wanted == least or self._tenants.has_beside(self._claims, more) else least
 
     def _is_bound(self) -> bool:
         return bool(self._tenants.refusal(self._claims)) or any(self._tenants.overflows())
@@ -63,26 +69,31 @@ class TenantGrowth(Growth):
             return OutOfPages(group="pages", wanted=num_new, free=free, evictable=0, held_by=why)
         return super()._short(wanted, num_new)
 
-    def _evict(self, wanted: Sequence[int], num_new: int, cause: str) -> None:
-        """Tenants that would pass their ceilings lose idle pages of their own, and then all what they may lose."""
-        tenants, claims = self._tenants, self._claims
+    def _evict(self, wanted: Sequence[int], num_new: int, cause: str, rooms: Sequence[Room]) -> None:
+        """Tenants that would pass a ceiling lose what is idle of their own, then all what they may, in each room."""
+        tenants = self._tenants
         before: int | None = None
         try:
-            tenants.begin_eviction()
             while before != (before := self._num_out()) and (found := next(tenants.overflows(), None)) is not None:
-                if num_pages := tenants.cut(*found):
-                    self._evict_pages(num_pages, num_new, cause)
+                tenants.begin_eviction(*found)
+                tenants.evict_all_frames(Rank.PASSED)
+                self._evict_pages(int(found[1].sum()), num_new, cause)
+                tenants.evict_all_frames(max(Rank))
                 tenants.end_eviction()
-                tenants.refusal(claims)
-                tenants.begin_eviction()
-            super()._evict(wanted, num_new, cause)
+            for at, room in enumerate(tenants.rooms):
+                tenants.begin_eviction(at)
+                super()._evict(wanted, num_new * (at == tenants.at_ids), cause, rooms[at : at + 1])
+                if room is not None and (room.is_shared or self._all_end):
+                    tenants.begin_eviction(at, tenants.idle[at])  # what frames that cannot move, or run, keep from it
+                    super()._evict(wanted, 0, cause, (room,))
         finally:
             tenants.end_eviction()
 
     def _evict_pages(self, num_pages: int, num_new: int, cause: str) -> None:
-        idle = self._tenants.num_unheld.copy()
-        super()._evict_pages(num_pages, num_new, cause)
-        self._tenants.lost(idle)
+        lost = 1
+        while lost and num_pages > 0:
+            super()._evict_pages(num_pages, num_new, cause)
+            num_pages -= (lost := self._tenants.count_lost())
 
     def _reclaim(self, group: int, num_frames: int, most: Rank) -> None:
         self._tenants.evict_frames(group, num_frames, most)

@@ -6,7 +6,7 @@ tenant has keys. In each room:
     used = held + idle                         held: by running requests, sessions, retentions; idle: evictable
     used <= ceiling                            of each tenant; its own idle pages go first for its requests
     sum of max(held, floor) <= room            so a floor is lent to caches of others, and never to what they hold
-    an eviction for others leaves a tenant     min(used before, floor)
+    an eviction for others leaves a tenant     min(used before, floor); of an arena a page and its frames less
 
 So a request within its tenant's floor needs no preemption: what lies there can be evicted. Where floors and ceilings
 leave a choice, the tenant with most above its floor loses first, by weight.
@@ -27,6 +27,7 @@ from quire.cache.states import GroupCache
 from quire.errors import InvalidInput, RequestTooLarge
 from quire.memory.residency import Residency
 from quire.plan.budget import MemoryPlan
+from quire.prefix.node import Node
 from quire.prefix.radix_cache import RadixCache
 from quire.prefix.tenant_policies import TenantShares
 from quire.settings.tenants import TenantTerms, check_tenants
@@ -45,17 +46,19 @@ _BLOCKED = (
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """One room, or the page ids of a cache without a group that is read whole. `strides` are units by group, and for a
-    page id; `per_page` are those of a page that leaves with all its frames, 0 where no page leaves for this room."""
+    """One room, or the `num_ids` page ids where these can be short alone: without a whole group, or with an arena. A
+    page frees at least `least` units, `per_page` with all frames, or 0. `strides` are units by group, and of an id."""
 
     room: Room | None
     strides: Lengths
+    least: int
     per_page: int
+    num_ids: int
 
     def total(self, plan: MemoryPlan, *, now: bool) -> int:
         """Its units now, or those that it has when a change of its size has ended, which `plan` is the goal of."""
         if self.room is None:
-            return plan.num_pages
+            return self.num_ids if now else plan.num_pages
         return self.room.total if now else self.room.size_in(plan)
 
 
@@ -74,9 +77,7 @@ class Tenants(TenantShares):
         self._numbers = {key: number for number, each in enumerate(terms) for key in each.keys}
         self._plan = plan  # that of the size that was asked for last
         self._have(list(terms))
-        self._is_limited = False  # tenants lose only what those who ask let them lose
-        self._only: int | None = None  # the one that makes room within its ceiling now
-        self._kept: Lengths = np.zeros(len(terms), dtype=np.int64)  # idle pages of each that stay now
+        self._for: int | None = None  # the account that an eviction makes room in, None: callers evict what they like
         self._blocked: Lengths = np.zeros(len(terms), dtype=np.int64)  # in this round of admissions, see `_BLOCKED`
         self._is_short = False  # others may begin within their floors only
 
@@ -95,21 +96,22 @@ class Tenants(TenantShares):
         """The cache is built of these parts. `changed` reports that requests that did not fit may fit now."""
         self._groups, self._changed = groups, changed
         num_groups, whole = len(groups), [group.reach.whole for group in groups]
-        self.num_unheld: Lengths = np.frombuffer(tree.num_unheld, dtype=np.int64)
-        """Those of the tree, live."""
+        self.num_unheld: Lengths = np.frombuffer(tree.num_unheld, dtype=np.int64)  # those of the tree, live
         tables = [*(group.table for group in groups), frames.anchor(Tier.DEVICE)]
         self.tables = [table for table in tables if isinstance(table, OwnedColumn)]
         self._accounts: list[Account] = []
-        for room in [*rooms, *([] if any(whole) else [None])]:
+        self.rooms = [*rooms, *([] if any(whole) and not rooms[0].is_shared else [None])]  # None: page ids
+        for room in self.rooms:
             strides = np.zeros(num_groups + 1, dtype=np.int64)
             strides[[-1] if room is None else list(room.indices)] = 1 if room is None else room.strides
-            leaves = room is None or any(whole[index] for index in room.indices)
-            self._accounts.append(Account(room, strides, int(strides.sum()) * leaves))
+            least = int(strides @ np.array([*whole, True]))
+            self._accounts.append(Account(room, strides, least, int(strides.sum()) * (least > 0), self._plan.num_pages))
         layouts = [group.layout.bytes_per_frame for group in self._plan.groups]
         sizes = [1 if room.is_shared else layouts[room.indices[0]] for room in rooms]
         self._unit_bytes = np.array([*sizes, 0][: len(self._accounts)])
         self._strides = np.stack([each.strides for each in self._accounts])
-        self._main = next(at for at, each in enumerate(self._accounts) if each.per_page)
+        self._main = next(at for at, each in enumerate(self._accounts) if each.least)
+        self.at_ids = self.rooms.index(None) if None in self.rooms else self._main  # is short if page ids are
         self._wanted: Lengths = np.zeros((len(self._accounts), len(self.terms)), dtype=np.int64)
         self._look()
         self.check(self.terms)
@@ -129,11 +131,11 @@ class Tenants(TenantShares):
     @property
     def num_bytes(self) -> int:
         """The KV memory that is shared, in bytes, when a change of its size has ended."""
-        return int(self._unit_bytes @ self._totals(now=False))
+        return self._plan.room_bytes
 
-    def check(self, terms: Sequence[TenantTerms], num_bytes: int | None = None) -> None:
-        """Raise InvalidInput unless the cache can keep these terms, now or with so many bytes."""
-        check_tenants(terms, self.num_bytes if num_bytes is None else num_bytes)
+    def check(self, terms: Sequence[TenantTerms], plan: MemoryPlan | None = None) -> None:
+        """Raise InvalidInput unless the cache can keep these terms, now or with another plan."""
+        check_tenants(terms, (plan or self._plan).room_bytes)
 
     def change(
         self,
@@ -161,11 +163,7 @@ class Tenants(TenantShares):
                     f"and could have {most} then.",
                     fix="wait until it has ended, or end it.",
                 )
-        room = (
-            plan.num_pages
-            - pages_for(plan.largest_request, plan.page_size)
-            - self.promised_in(plan.num_pages, plan.pool_bytes)
-        )
+        room = plan.num_pages - pages_for(plan.largest_request, plan.page_size) - self.promised_in(plan)
         if num_pinned and (num_pinned > room or self.terms[at].ceiling is not None):
             self._have(before)
             raise InvalidInput(
@@ -178,17 +176,20 @@ class Tenants(TenantShares):
     def limits(self, *, now: bool = True) -> tuple[Lengths, Lengths]:
         """Floors and ceilings now, or when a change of the size has ended. Without a ceiling all of now may be held."""
         totals = self._totals(now=now)
+        have = np.stack((totals, totals - self._others * now))  # what is no tenant's is promised to none
         kept = self._limits.get(now)
-        if kept is None or not np.array_equal(totals, kept[0]):
+        if kept is None or not np.array_equal(have, kept[0]):
             total_bytes = max(1, int(self._unit_bytes @ totals))
             floors = [min(1.0, each.floor.of(total_bytes)) for each in self.terms]
             ceilings = [_ENDLESS if each.ceiling is None else each.ceiling.of(total_bytes) for each in self.terms]
             found = [(totals[:, None] * np.array(part)).astype(np.int64) for part in (floors, ceilings)]
-            kept = self._limits[now] = totals, found[0], found[1]
+            promised = np.maximum(1, found[0].sum(axis=1))
+            fitting = found[0] * np.clip(have[1], 0, promised)[:, None] // promised[:, None]
+            kept = self._limits[now] = have, fitting, found[1]
         return kept[1:]
 
-    def promised_in(self, num_pages: int, num_bytes: int) -> int:
-        return int(num_pages * min(1.0, sum(each.floor.of(num_bytes) for each in self.terms)))
+    def promised_in(self, plan: MemoryPlan) -> int:
+        return int(plan.num_pages * min(1.0, sum(each.floor.of(plan.room_bytes) for each in self.terms)))
 
     def got_pages(self, pages: Ids, tenant: int) -> None:
         self.owners.give(pages, tenant)
@@ -237,9 +238,8 @@ class Tenants(TenantShares):
 
     def _look(self) -> None:
         """What is used now, and what of it is idle. O(tenants + rows)."""
-        tables = self.tables
-        used = np.array([table.frames_by for table in tables])
-        idle = np.array([table.idle_by.sum(axis=0) if table.reclaims else self.num_unheld for table in tables])
+        used = self._in_frames()
+        idle = np.array([each.idle_by.sum(axis=0) if each.reclaims else self.num_unheld for each in self.tables])
         for at, group in enumerate(self._groups):
             if group.reach.in_place:
                 own = group.num_own()
@@ -273,9 +273,8 @@ class Tenants(TenantShares):
     # -- who may grow
 
     def refusal(self, wanted: Lengths, freed: Lengths | None = None, *, begins: bool = False) -> str:
-        """Why these frames, by group and tenant, cannot be had even if all is evicted that may be; "" if they can. Idle
-        are also units that would be `freed`. What a smaller size will not have is only for requests that run,
-        and not for one that `begins`. Says who is `over`, and what each may lose."""
+        """Why these frames, by group and tenant, cannot be had even if all is evicted that may be, or "". Units
+        `freed` are idle. One that `begins` gets nothing that a smaller size will not have. Says who is `over`."""
         self._look()
         self._wanted = self._strides @ wanted
         floors, ceilings = self.limits()
@@ -295,11 +294,15 @@ class Tenants(TenantShares):
         self.over = np.logical_or.reduce(above[lack > 0] if (lack > 0).any() else above)
         if not self.over.any():
             self.over = np.ones_like(self.over)
-        self.lack_pages = self._in_pages(lack)
+        self.lack_pages, self._lack = self._in_pages(lack), lack
         if (lack <= 0).all():
             return ""
         promised = "; the rest is promised to other tenants" if (floors > after)[lack > 0].any() else ""
         return f"{int(lack.max())} units are missing beside what tenants hold{promised}"
+
+    def has_beside(self, wanted: Lengths, more: Lengths) -> bool:
+        """Whether there is room for `more` frames of each group too, whoever gets them."""
+        return not self.refusal(wanted) and bool((self._lack + self._strides @ more <= 0).all())
 
     def _in_pages(self, units: Lengths) -> int:
         """Pages that make up for so many units of each account."""
@@ -327,75 +330,79 @@ class Tenants(TenantShares):
 
     # -- who loses
 
-    def begin_eviction(self) -> None:
-        """From now on tenants lose only what the last call of `refusal` lets them lose. `end_eviction` follows."""
-        self._is_limited, spare = True, self._spared()
-        per_page = [(at, each.per_page) for at, each in enumerate(self._accounts) if each.per_page]
-        pages = np.minimum.reduce([spare[at] // units for at, units in per_page])
-        self._kept = self._unheld - np.maximum(0, pages)
+    def begin_eviction(self, at: int, spare: Lengths | None = None) -> None:
+        """From now on tenants lose what makes room in one account: no more than `spare` units each, by default what the
+        last call of `refusal` lets them lose. The last page or frame may be larger. `end_eviction` follows."""
+        self._look()
+        if spare is None:
+            floors, held = self.limits()[0][at], self.used[at] - self.idle[at]
+            spare = self.idle[at] - np.maximum(0, floors - held - self._wanted[at])
+        self._for, self._spare, self._before, self._seen = at, spare, self._in_frames(), self.num_unheld.copy()
 
     def end_eviction(self) -> None:
         """Callers may evict what they like."""
-        self._kept = np.zeros_like(self._kept)
-        self._is_limited, self._only = False, None
+        self._for = None
+        self._look()
 
-    def _spared(self) -> Lengths:
-        """Units that each tenant may lose."""
-        floors, _ = self.limits()
-        held = self.used - self.idle
-        spare: Lengths = np.maximum(0, self.idle - np.maximum(0, floors - held - self._wanted))
-        return spare
+    def _in_frames(self) -> Lengths:
+        """Frames of each tenant's pages, by group, and page ids in the last line."""
+        return np.array([table.frames_by for table in self.tables])
 
-    def overflows(self) -> Iterator[tuple[int, int, int]]:
-        """Accounts and tenants that would pass a ceiling, and by how many units."""
-        _, ceilings = self.limits()
-        excess = self.used + self._wanted - ceilings
-        for at, tenant in np.argwhere((excess > 0) & (self._wanted > 0)).tolist():
-            yield at, tenant, int(excess[at, tenant])
-
-    def cut(self, at: int, tenant: int, units: int) -> int:
-        """Only this tenant loses pages now. Returns how many to evict for an account, 0 where frames are reclaimed."""
-        account = self._accounts[at]
-        if account.per_page:
-            self._only = tenant
-            return max(1, units // account.per_page)
-        for index in np.flatnonzero(account.strides[:-1]).tolist():
-            group = self._groups[index]
-            group.evict(-(-units // int(account.strides[index])), Rank.USED, tenant)
-        return 0
-
-    def losers(self) -> Iterator[int]:
-        """For `TenantPolicies`: most above its floor first, by weight."""
-        if self._only is not None:
-            return iter((self._only,))
-        if not self._is_limited:  # a caller evicts
+    def _left(self) -> tuple[int, Lengths, Lengths]:
+        """The account of an eviction, what each tenant may lose of it, and what it has lost since the last look."""
+        if self._for is None:  # a caller evicts
             self._look()
             self._wanted[:] = 0
-        gone = self._accounts[self._main].per_page * (self._unheld - self.num_unheld)  # since the last look
-        return self._order(self._main, gone, self.num_unheld > self._kept)
+            return self._main, self.idle[self._main], np.zeros_like(self.num_unheld)
+        in_leaves = self._accounts[self._for].least * (self._unheld - self.num_unheld)  # some not freed yet
+        gone = np.maximum(self._strides[self._for] @ (self._before - self._in_frames()), in_leaves)
+        return self._for, self._spare - gone, gone
 
-    def may_lose(self, tenant: int) -> int:
-        """For `TenantPolicies`."""
-        unheld = int(self.num_unheld[tenant])
-        return unheld if self._only is not None else max(0, unheld - int(self._kept[tenant]))
+    def overflows(self) -> Iterator[tuple[int, Lengths]]:
+        """Accounts of tenants that ask and would pass a ceiling, and by how many units each would."""
+        excess = (self.used + self._wanted - self.limits()[1]) * (self._wanted > 0)
+        for at in np.flatnonzero((excess > 0).any(axis=1)).tolist():
+            yield at, np.maximum(0, excess[at])
 
-    def lost(self, before: Lengths) -> None:
-        """An eviction has ended: `before` it tenants had so many idle pages."""
-        if self._is_limited:
-            self.lost_pages += (before - self.num_unheld) * (self._wanted[self._main] == 0)
+    def losers(self) -> Iterator[int]:
+        """For `TenantPolicies`: most above its floor first, by weight. Of an arena one leaf, until that is freed."""
+        at, left, gone = self._left()
+        room = self._accounts[at].room
+        waits = room is not None and room.is_shared and self._for is not None and (self._seen != self.num_unheld).any()
+        return self._order(at, gone, (left > 0) & (self.num_unheld > 0) & (not waits and self._accounts[at].least > 0))
+
+    def may_lose(self, node: Node) -> int:
+        """For `TenantPolicies`. A page takes its frames along, so those of an arena differ in size."""
+        at, left, _ = self._left()
+        units, room = int(left[node.tenant]), self._accounts[at].room
+        if room is None or not room.is_shared or self._for is None:
+            return units // self._accounts[at].least
+        strides, pages = self._strides[at].tolist(), node.pages[::-1]
+        sizes = sum(n * (t.frame[pages] != 0) for n, t in zip(strides, self.tables, strict=True) if n)
+        return 1 + int(np.searchsorted(np.cumsum(sizes), units))
+
+    def count_lost(self) -> int:
+        """Leaves were evicted, and are freed. Returns how many pages."""
+        lost, self._seen = self._seen - self.num_unheld, self.num_unheld.copy()
+        self.lost_pages += lost * (self._wanted[self._main] == 0)
+        return int(lost.sum())
 
     def evict_frames(self, group: int, num_frames: int, most: Rank) -> int:
         """Reclaim frames of a group that is read in part, from tenants that may lose them. Returns how many."""
-        self._look()
-        at = next(at for at, each in enumerate(self._accounts) if each.strides[group])
+        at, left, gone = self._left()
         stride, num_left = int(self._strides[at, group]), num_frames
-        spare = (self._spared()[at] if self._is_limited else self.idle[at]) // stride
         has = self.tables[group].idle_by[: most + 1].any(axis=0)
-        for tenant in self._order(at, 0, has & (spare > 0)):
-            num_left -= self._groups[group].evict(min(num_left, int(spare[tenant])), most, tenant)
+        for tenant in self._order(at, gone, has & (left > 0)):
+            num_left -= self._groups[group].evict(min(num_left, -(-int(left[tenant]) // stride)), most, tenant)
             if not num_left:
                 break
         return num_frames - num_left
+
+    def evict_all_frames(self, most: Rank) -> None:
+        """As `evict_frames`, all that tenants may lose in groups of the account that an eviction makes room in."""
+        for group in self._groups:
+            if not group.reach.whole and self._strides[self._left()[0], group.index]:
+                self.evict_frames(group.index, group.frames.num_used, most)
 
     def may_keep(self, group: int, row: int, rank: Rank) -> bool:
         """Whether a row may have one frame more of a group, for a checkpoint of this rank, which is free then."""
@@ -404,13 +411,14 @@ class Tenants(TenantShares):
         if self.refusal(wanted) or any(self.overflows()):
             return False
         if not self._groups[group].num_free:
-            self.begin_eviction()
+            self.begin_eviction(int(np.flatnonzero(self._strides[:, group])[0]))
             self.evict_frames(group, 1, rank)
             self.end_eviction()
         return bool(self._groups[group].num_free)
 
-    def _order(self, at: int, gone: Lengths | int, may: Bools) -> Iterator[int]:
-        """Those that `may` lose units of an account, `gone` ones not counted: most above its floor first, by weight."""
+    def _order(self, at: int, gone: Lengths, may: Bools) -> Iterator[int]:
+        """Those that `may` lose pages or frames of an account: most above its floor first, by weight. Each has `gone`
+        units less than at the last look."""
         above = (self.used[at] + self._wanted[at] - self.limits()[0][at] - gone) / self._weights
         left = np.where(may, above, -np.inf)
         while left[first := int(left.argmax())] > -np.inf:
@@ -432,7 +440,7 @@ class Tenants(TenantShares):
         would if `more` pages were idle. None: it is within its tenant's floor, so it has room."""
         tenant = self.number(namespace)
         over = self.over
-        freed = np.array([each.per_page for each in self._accounts])[:, None] * soft
+        freed = np.array([each.least for each in self._accounts])[:, None] * soft
         freed = freed + self._strides.sum(axis=1)[:, None] * (more * over)
         refused = self.refusal(wanted, freed, begins=True)
         if more:  # what if: whose rows may end for it was answered before
@@ -447,7 +455,8 @@ class Tenants(TenantShares):
         these are all, else those within their floors."""
         tenant, (floors, ceilings), held = self.number(namespace), self.limits(), self.used - self.idle
         if not ((held + self._wanted)[:, tenant] > ceilings[:, tenant]).any():
-            self._is_short, self._promised = True, floors[self._main] // self._accounts[self._main].per_page
+            pages = [line // each.least for line, each in zip(floors, self._accounts, strict=True) if each.least]
+            self._is_short, self._promised = True, np.minimum.reduce(pages)
             self._blocked[(held >= floors)[self._main] & (self._blocked == 0)] = 2
         self._blocked[tenant] = 1
         return True

@@ -83,7 +83,7 @@ class TenantsPart(Part):
 
     def fits(self, plan: MemoryPlan) -> None:
         """Raise what `Tenants.check` raises if a plan is too small for their terms."""
-        self.tenants.check(self.tenants.terms, plan.pool_bytes)
+        self.tenants.check(self.tenants.terms, plan)
 
     def states(self) -> dict[str, TenantCounters]:
         """All tenants now."""

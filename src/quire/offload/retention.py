@@ -136,7 +136,7 @@ class Retention(RetentionPort):
 
     def most_pinned(self, plan: MemoryPlan) -> int:
         """Pages beside which the longest request finds room, with this plan, and what tenants are promised."""
-        promised = self._tree.tenants.promised_in(plan.num_pages, plan.pool_bytes)
+        promised = self._tree.tenants.promised_in(plan)
         return max(0, plan.num_pages - pages_for(plan.largest_request, plan.page_size) - promised)
 
     @property

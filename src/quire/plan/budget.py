@@ -125,6 +125,13 @@ class MemoryPlan:
         )
 
     @property
+    def room_bytes(self) -> int:
+        """Bytes of all frames that requests can have, in any memory, without padding."""
+        if self.arena is not None:
+            return self.arena.room
+        return sum(n * group.layout.bytes_per_frame for n, group in zip(self.split, self.groups, strict=True))
+
+    @property
     def host_bytes(self) -> int:
         """Bytes of the records of latents whose frames are in host memory; 0 if all frames are on the device."""
         held = self.groups_on_host

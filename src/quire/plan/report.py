@@ -199,7 +199,7 @@ def plan_as_dict(plan: Plan, *, to_fit: Sequence[Option] = (), model: str = "") 
 def tenants_as_dict(terms: Sequence[TenantTerms], plan: Plan) -> list[dict[str, Any]]:
     """Each tenant as `quire plan --json` tells it. Raises InvalidInput if the plan cannot keep these terms."""
     memory = plan.memory
-    check_tenants(terms, memory.pool_bytes)
+    check_tenants(terms, memory.room_bytes)
     floors = [each.floor.of(memory.pool_bytes) for each in terms]
 
     def of(share: float) -> dict[str, int]:

@@ -8,6 +8,7 @@ from itertools import chain, count
 
 from quire.counters import added
 from quire.lazy_queue import LazyQueue
+from quire.plan.budget import MemoryPlan
 from quire.prefix.forecast import Forecast
 from quire.prefix.node import Node, Returned
 from quire.prefix.policy import EvictionPolicy, live
@@ -33,8 +34,8 @@ class TenantShares:
         """Tenants that may lose cached pages now, in the order in which they lose them."""
         return (0,)
 
-    def may_lose(self, tenant: int) -> int:
-        """How many cached pages a tenant may lose now."""
+    def may_lose(self, node: Node) -> int:
+        """How many of the last pages of a leaf its tenant may lose now."""
         return sys.maxsize
 
     def is_over(self, namespace: Namespace) -> bool:
@@ -45,7 +46,7 @@ class TenantShares:
         """Whether its tenant has a ceiling."""
         return False
 
-    def promised_in(self, num_pages: int, num_bytes: int) -> int:
+    def promised_in(self, plan: MemoryPlan) -> int:
         """Pages of all floors together, of a cache of this size."""
         return 0
 
@@ -126,7 +127,7 @@ class TenantPolicies(EvictionPolicy):
         return None
 
     def most(self, node: Node) -> int:
-        return min(node.num_pages, self._shares.may_lose(node.tenant))
+        return min(node.num_pages, self._shares.may_lose(node))
 
     def counters(self) -> object | None:
         found = [policy.counters() for policy in self._policies]
