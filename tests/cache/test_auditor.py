@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from quire.cache import KVCache
 from quire.cache import audit as audits
 from quire.cache.audit import Audit, Auditor, broken_law
+from quire.cache.hold import Reason
+from quire.canary.parts import AuditPart
 from quire.errors import OutOfPages
 from quire.spec.group import ReachSpec
 from quire.testing import small_plan
@@ -215,3 +218,31 @@ def test_an_audit_is_due_after_a_change() -> None:
     assert not life.auditor.is_due
     life.change()
     assert life.auditor.is_due
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_hold_that_comes_or_goes_during_an_audit_is_no_fault(comes: bool) -> None:
+    """Transfers begin and end while an engine rests, between two pieces of its audit."""
+    cache = KVCache(small_plan(32, 2))
+    for number in range(4):
+        tokens = np.arange(12, dtype=np.int32) + 100 * number
+        kv = cache.begin(tokens)
+        cache.extend([kv], [12])
+        cache.finish(kv, tokens)
+    part: Any = AuditPart(cache, None, None)  # type: ignore[arg-type]
+    nodes = [node for node in cache.tree.nodes() if not node.children]
+    for pieces in range(12):
+        hold = cache.parts.holds.add(Reason.SAVE, lease=cache.tree.pin(nodes[0])) if not comes else None
+        for _ in range(pieces):
+            if (done := part.auditor.advance(0.0)) is not None:
+                break
+        if hold is not None:
+            cache.parts.holds.release(hold)
+        else:
+            hold = cache.parts.holds.add(Reason.SAVE, lease=cache.tree.pin(nodes[0]))
+        while pieces and done is None:
+            done = part.auditor.advance(0.0)
+        assert not pieces or not done.faults, done.faults
+        if comes:
+            cache.parts.holds.release(hold)
+    cache.audit()

@@ -195,10 +195,11 @@ class AuditPart(Part):
         return answer | statistics_of(section for part in (self, *self.beside) for section in part.counters())
 
     def _state(self) -> Hashable:
-        """Changes with each edit of the cache."""
-        cache = self._cache
+        """Changes with each edit of the cache, and with holds: transfers begin and end while nothing runs."""
+        cache, tree = self._cache, self._cache.tree
         return (
-            *(cache.num_changes, cache.tree.version, cache.pages.num_free_pages, cache.tree.num_pages),
+            *(cache.num_changes, tree.version, cache.pages.num_free_pages, tree.num_pages, tree.num_below),
+            *(tree.num_releases, tree.num_protected, tree.num_shared),
             *(len(cache.rows.live), len(cache.fences.waiting), int(cache.rows.num_allocated.sum()), self._num_ends),
         )
 
