@@ -239,3 +239,51 @@ def a_tenants_own_order_is_not_kept(patch: Patch) -> None:
 def any_request_is_more_than_a_floor(patch: Patch) -> None:
     real = Tenants.blocks
     patch.setattr(Tenants, "blocks", lambda tenants, namespace, num_pages: real(tenants, namespace, num_pages + 99))
+
+
+@mutant("tenant rooms", "a tenant that is above its floor by less than a window keeps all, and others wait for ever")
+def what_is_less_than_a_page_stays(patch: Patch) -> None:
+    real = Tenants._left
+
+    def left(tenants: Tenants) -> Any:
+        at, units, gone = real(tenants)
+        per_page = tenants._accounts[at].per_page or 1
+        return at, units // per_page * per_page, gone
+
+    patch.setattr(Tenants, "_left", left)
+
+
+@mutant("tenant rooms", "pages of an arena count without the frames that they take along, and pass a floor by many")
+def frames_of_pages_are_not_counted(patch: Patch) -> None:
+    def may_lose(tenants: Tenants, node: Node) -> int:
+        at, left, _ = tenants._left()
+        return int(left[node.tenant]) // tenants._accounts[at].least or 1
+
+    patch.setattr(Tenants, "may_lose", may_lose)
+
+
+@mutant("tenant rooms", "windows and states that go without pages stay, and a tenant holds more than its ceiling")
+def idle_frames_stay_above_a_ceiling(patch: Patch) -> None:
+    patch.setattr(Tenants, "evict_all_frames", lambda tenants, most: None)
+
+
+@mutant("tenant rooms", "checkpoints of running requests push out what is within floors")
+def checkpoints_pass_floors(patch: Patch) -> None:
+    patch.setattr(Tenants, "has_beside", lambda tenants, wanted, more: True)
+
+
+@mutant("tenant rooms", "page ids of an arena have no floors, and a request waits for those that others keep")
+def ids_are_of_the_arena(patch: Patch) -> None:
+    real = Tenants.attach
+
+    def attach(tenants: Tenants, *given: Any) -> None:
+        real(tenants, *given)
+        tenants.at_ids = tenants._main
+
+    patch.setattr(Tenants, "attach", attach)
+
+
+@mutant("tenant rooms", "frames that are set apart are promised, and no request ever runs")
+def what_is_set_apart_is_promised(patch: Patch) -> None:
+    real = Tenants.limits
+    patch.setattr(Tenants, "limits", lambda tenants, *, now=True: real(tenants, now=False))

@@ -119,7 +119,7 @@ from tests.prefix.test_policy_models import KEYS, check_policy
 from tests.prefix.test_stay_table import TABLE
 from tests.routing import test_relay
 from tests.routing.test_page_index import check_index
-from tests.scheduler import test_chunk_budget, test_sessions, test_tenants
+from tests.scheduler import test_chunk_budget, test_sessions, test_tenant_rooms, test_tenants
 from tests.scheduler.session_machine import run_sessions
 from tests.scheduler.step_machine import run_steps
 from tests.scheduler.tenant_machine import run_tenants
@@ -303,6 +303,14 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "index of caches": [lambda: check_events(restart_every=0.4, event_delay=0.2)],
     "sessions": SESSIONS,
     "tenants": TENANTS,
+    "tenant rooms": [
+        *(lambda case=case: test_tenant_rooms.check_room(*case) for case in test_tenant_rooms.ROOMS),
+        *(lambda case=case: test_tenant_rooms.check_ceiling(*case) for case in test_tenant_rooms.CEILINGS),
+        *(lambda case=case: test_tenant_rooms.check_floor(*case) for case in test_tenant_rooms.FLOORS),
+        test_tenant_rooms.test_page_ids_of_an_arena_have_floors,
+        test_tenant_rooms.test_floors_of_all_memory_leave_out_what_is_set_apart,
+        lambda: run_tenants(62, 80),  # met a checkpoint within the floor of another
+    ],
     "page owners": [lambda seed=seed: test_page_owners.test_counts_follow_each_change(seed) for seed in range(10)],
     "hot slots": [lambda seed=seed: check_hot_slots(seed) for seed in range(20)],
     "tiles": [lambda seed=seed: check_steps(seed, AttentionBackend("torch")) for seed in range(20)],

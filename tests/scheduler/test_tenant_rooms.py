@@ -48,8 +48,17 @@ def prompt(seed: int, length: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, 3, length).tolist()
 
 
-@pytest.mark.parametrize(("kind", "width", "length"), [("state", 150, 360), ("window", 150, 360), ("window", 20, 100)])
-def test_each_of_many_tenants_finds_room_in_an_arena(kind: str, width: int, length: int) -> None:
+ROOMS = (("state", 150, 360), ("window", 150, 360), ("window", 20, 100))
+FLOORS = (("state", 20), ("window", 8))
+CEILINGS = (("window", 8, "40%"), ("state", 20, "60%"))
+
+
+@pytest.mark.parametrize("case", ROOMS)
+def test_each_of_many_tenants_finds_room_in_an_arena(case: tuple[str, int, int]) -> None:
+    check_room(*case)
+
+
+def check_room(kind: str, width: int, length: int) -> None:
     """What each has is less than a page with a state or a window, and together it is all."""
     names = [f"t{number}" for number in range(20)]
     server = TenantServer({name: {} for name in names}, plan=arena_plan(kind, width))
@@ -61,8 +70,12 @@ def test_each_of_many_tenants_finds_room_in_an_arena(kind: str, width: int, leng
     assert server.tenants.lost_pages.sum() > 0
 
 
-@pytest.mark.parametrize(("kind", "width"), [("state", 20), ("window", 8)])
-def test_a_floor_in_an_arena_holds_but_for_a_page_with_its_frames(kind: str, width: int) -> None:
+@pytest.mark.parametrize("case", FLOORS)
+def test_a_floor_in_an_arena_holds_but_for_a_page_with_its_frames(case: tuple[str, int]) -> None:
+    check_floor(*case)
+
+
+def check_floor(kind: str, width: int) -> None:
     server = TenantServer({"quiet": {"floor": "40%"}, "noisy": {"weight": 1000}}, plan=arena_plan(kind, width))
     for number in range(12):
         server.run(server.add(QUIET, prompt(number, 120), most=2))
@@ -75,8 +88,12 @@ def test_a_floor_in_an_arena_holds_but_for_a_page_with_its_frames(kind: str, wid
     assert server.tenants.used[0, 1] < floor + page, "all above the floor was lent"
 
 
-@pytest.mark.parametrize(("kind", "width", "ceiling"), [("window", 8, "40%"), ("state", 20, "60%")])
-def test_a_ceiling_in_an_arena_counts_idle_windows_and_states(kind: str, width: int, ceiling: str) -> None:
+@pytest.mark.parametrize("case", CEILINGS)
+def test_a_ceiling_in_an_arena_counts_idle_windows_and_states(case: tuple[str, int, str]) -> None:
+    check_ceiling(*case)
+
+
+def check_ceiling(kind: str, width: int, ceiling: str) -> None:
     server = TenantServer({"noisy": {"ceiling": ceiling}}, plan=arena_plan(kind, width))
     most = int(server.tenants.limits()[1][0, 1])
     for number in range(6):
