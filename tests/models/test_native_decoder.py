@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -11,12 +13,13 @@ import torch
 from quire.errors import ModelCheckFailed
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.batch import PagedBatch
-from quire.kernels.native.decoder import MOST_ROWS, NativeLayers
+from quire.kernels.native.decoder import NativeLayers
 from quire.kernels.native.library import native
 from quire.memory.pool import Pool
 from quire.models import hf
 from quire.models.forward import RunningForward
 from quire.models.hf import LoadedModel
+from quire.models.linear import few_rows
 from quire.spec.kv_format import KV_FORMATS
 from tests.models.schedule import Schedule
 from tests.models.test_trees import PROMPT, TREE, Text
@@ -88,6 +91,22 @@ def test_each_step_is_of_its_own_pools() -> None:
     check_pools()
 
 
+def test_threads_share_a_model() -> None:
+    """Each with pools of its own, which come and go; the interpreter changes between threads as often as it can."""
+    model, schedule = loaded("llama_gqa"), Schedule()
+    wanted = [schedule.run(model, frames, step) for frames in [schedule.frames(model)] for step in schedule.steps]
+    often = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for _ in range(10):
+            with ThreadPoolExecutor(2) as pool:
+                both = pool.map(lambda frames: [schedule.run(model, frames, step) for step in schedule.steps],
+                                [schedule.frames(model) for _ in range(2)])  # fmt: skip
+                assert all(all(map(torch.equal, found, wanted)) for found in both)
+    finally:
+        sys.setswitchinterval(often)
+
+
 def check_new_weights() -> None:
     """Weights that are replaced, together or one norm alone, are those of the next step."""
     model, other = loaded("qwen3"), build_tiny("qwen3", seed=5)
@@ -103,6 +122,8 @@ def check_new_weights() -> None:
     norm.weight = torch.nn.Parameter(norm.weight.detach() * -2)
     found = schedule.run(model, frames, schedule.steps[0])
     assert not torch.equal(before, found)
+    norm.weight.data = norm.weight.detach() * -3  # the same parameter on other memory
+    assert not torch.equal(found, schedule.run(model, frames, schedule.steps[0]))
     check_steps(model)
     assert model._decoder is not None
     decoder, steps = model._decoder.native, model._decoder.native.num_steps
@@ -131,7 +152,7 @@ def run_once(model: LoadedModel, count: int, kv_dtype: str = "", backend: str = 
 def test_other_steps_go_layer_by_layer() -> None:
     """Many rows, another kernel, encoded pages."""
     model = loaded("llama_gqa")
-    assert run_once(model, MOST_ROWS) == 1 and run_once(model, MOST_ROWS + 1) == 0
+    assert run_once(model, few_rows()) == 1 and run_once(model, few_rows() + 1) == 0
     assert run_once(model, 5, backend="torch") == 0 and run_once(model, 5, "fp8_e4m3") == 0 and run_once(model, 5) == 1
 
 

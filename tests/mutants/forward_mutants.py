@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import ref
 
@@ -12,7 +13,7 @@ from quire.kernels.hidden_states import RowFunctions
 from quire.kernels.native.decoder import LayerParts
 from quire.models import decoder_layer, linear
 from quire.models.decoder_layer import FusedDecoder, FusedLayer
-from quire.models.forward import RunningForward
+from quire.models.forward import Forward, RunningForward
 from quire.models.hf import LoadedModel
 from quire.models.linear import Packing, Product
 from quire.models.native_decoder import NativeDecoder
@@ -214,14 +215,16 @@ def replaced_weights_are_passed_over(patch: Patch) -> None:
 
 @mutant("layers in one call", "a step writes and reads the pools of the step before")
 def pools_are_not_compared(patch: Patch) -> None:
-    real = NativeDecoder._is_current
+    real = NativeDecoder.run
 
-    def is_current(decoder: NativeDecoder, forward: RunningForward) -> bool:
-        if all(known() is not None for known in decoder._where[0]):  # no memory that was freed is written
-            decoder._where = [ref(pool) for pool in forward.pools], forward.ordinal
-        return real(decoder, forward)
+    def run(decoder: NativeDecoder, forward: Forward, *given: Tensor) -> bool:
+        before = next(iter(decoder._built.values()), None)
+        if before and all(known() is not None for known in before.pools):  # no memory that was freed is written
+            assert isinstance(forward, RunningForward)
+            decoder._built[forward.pools[0]] = replace(before, pools=[ref(pool) for pool in forward.pools])
+        return real(decoder, forward, *given)
 
-    patch.setattr(NativeDecoder, "_is_current", is_current)
+    patch.setattr(NativeDecoder, "run", run)
 
 
 @mutant("layers in one call", "a call of all layers that gives other numbers serves requests")

@@ -68,7 +68,7 @@ class FusedLayer:
             return None
         return LayerParts(
             products=found,
-            norms=tuple((norm.weight, norm.variance_epsilon) for norm in self._all_norms),
+            norms=tuple((norm.weight.detach(), norm.variance_epsilon) for norm in self._all_norms),
             terms=self._options,
             queries=self._num_queries,
             keys=self._num_keys,
@@ -79,7 +79,8 @@ class FusedLayer:
         """Whether its weights are those of `parts`."""
         products = self._heads_of, self._out, self._pairs, self._down
         return all(each.native is found for each, found in zip(products, parts.products, strict=True)) and all(
-            norm.weight is weight for norm, (weight, _) in zip(self._all_norms, parts.norms, strict=True)
+            norm.weight.data_ptr() == weight.data_ptr()
+            for norm, (weight, _) in zip(self._all_norms, parts.norms, strict=True)
         )
 
     def __call__(self, hidden_states: Tensor, *args: Any, position_embeddings: Any = None, **others: Any) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from quire.kernels.native.decoder import MOST_ROWS
 from quire.kernels.native.products import NativeProduct, native_products
 
 _BARE = ("dt_proj", "kv_b_proj")
@@ -97,7 +98,7 @@ class Product:
             return torch.cat([layer(rows) for layer in self.layers], -1)
         wide, count = self.packed.dtype, rows.numel() // rows.shape[-1]
         given = rows if rows.dtype is wide else rows.to(wide)
-        if self.native is not None and count <= _few_rows():
+        if self.native is not None and count <= few_rows():
             out = self.native.compute(given.contiguous())
         else:
             padded = padded_rows(count)
@@ -307,9 +308,9 @@ def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @cache
-def _few_rows() -> int:
+def few_rows() -> int:
     """Rows up to which a native product is at least as fast as oneDNN's."""
-    return 4 if torch.cpu._is_amx_tile_supported() else 64
+    return 4 if torch.cpu._is_amx_tile_supported() else MOST_ROWS
 
 
 @cache

@@ -121,7 +121,7 @@ class NativeLayers:
         angles `cos` and `sin` `[T, dim]`. Keys and values are written as `batches` say."""
         made = [_group(batch) for batch in batches]
         groups = (_Group * len(made))(*(group for group, _ in made))
-        step = self._pass
+        step = _Pass.from_buffer_copy(self._pass)  # threads may share a model
         step.groups, step.hidden = ctypes.addressof(groups), hidden.data_ptr()
         step.cosines, step.sines = cos.data_ptr(), sin.data_ptr()
         step.rows, step.threads = len(hidden), torch.get_num_threads()
