@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire.cache import audit
 from quire.engine.core import EngineCore
 from quire.engine.messages import EngineRequest
 from quire.errors import EngineDead
@@ -51,12 +52,13 @@ def test_an_audit_is_whole_when_the_engine_rests(dense: Case) -> None:
     json.dumps(found)
 
 
-def test_an_audit_beside_requests_ends_and_is_not_whole(dense: Case) -> None:
+def test_an_audit_beside_requests_ends_and_is_not_whole(dense: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     core = tight_core(dense.model, num_tokens=400, page_size=4)
     for at, prompt in enumerate(PROMPTS):
         core.add(request(f"r{at}", prompt))
     core.step()
-    core.audits.auditor._seconds = iter(np.arange(0.0, 1e6, 1.0)).__next__  # a piece takes a second: one for each step
+    seconds = iter(np.arange(0.0, 1e6, 1.0))
+    monkeypatch.setattr(audit, "perf_counter", seconds.__next__)  # a piece takes a second: one for each step
     found = audited(core)
     assert found["ended"] and not found["whole"] and not found["faults"]
     assert core.has_work()

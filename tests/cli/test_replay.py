@@ -242,7 +242,7 @@ BAD = [
     (("nothing-like-it",), "no trace file or workload"),
     (("chat", "--policy", "lru,best"), "unknown eviction policy 'best'"),
     (("chat", "--pool-tokens", "1/0"), "not a pool size"),
-    (("chat", "--pool-tokens", "many"), "number of tokens"),
+    (("chat", "--pool-tokens", "many"), "is not a pool size"),
     (("chat", "--pool-tokens", "0.25"), "no whole number of tokens"),
     (("chat", "--page-size", "16,big"), "not page sizes"),
     (("chat", "--page-size", "0"), "not page sizes"),

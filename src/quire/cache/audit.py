@@ -18,10 +18,10 @@ A source of slices is a generator: it yields each fault in words, and "" at the 
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -103,14 +103,14 @@ class Auditor:
 
     def advance(self, limit_s: float) -> Audit | None:
         """Go on for about so long, at least one slice. Returns the audit if it has ended with this."""
-        began = at = time.perf_counter()
+        began = at = perf_counter()
         if self._slices is None:
             self.now, self._began, self._slices = Audit(), self._changed(), self._run()
         while (found := next(self._slices, None)) is not None:
             if found:
                 self.now.faults += [found][: MOST_FAULTS - len(self.now.faults)]
                 continue
-            now = time.perf_counter()
+            now = perf_counter()
             self.now.pieces += 1
             self.now.longest_s, at = max(self.now.longest_s, now - at), now
             if now - began >= limit_s:
