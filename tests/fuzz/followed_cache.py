@@ -85,8 +85,13 @@ class FollowedCache:
 
     def match(self, tokens: Ids, namespace: Namespace = NAMESPACE, *, most_tokens: int = ALL_TOKENS) -> PrefixHit:
         """As the cache's; what it finds is the most that the model could reuse, and nothing has changed."""
-        assert most_tokens == ALL_TOKENS, "no request here asks for log-probabilities of its prompt"
         unchanged = self.watch.raw
+        if most_tokens != ALL_TOKENS:
+            assert most_tokens == 0, "no request here asks for log-probabilities of its prompt"
+            hit = self.cache.match(tokens, namespace, most_tokens=0)
+            assert hit.num_tokens == 0
+            self._same(unchanged)
+            return hit
         hit = self._match(self._name(tokens, namespace))
         self._check("match")
         self._same(unchanged)

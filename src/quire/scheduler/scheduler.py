@@ -223,7 +223,7 @@ class Scheduler:
         if admission.has_states:
             whole |= (step.draw_counts > 1) & (settled >= 0)
         if admission.frees_early:
-            others = (~whole & (settled % size < step.draw_counts)).nonzero()[0]  # decodes that may have filled a page
+            others = (~whole & (settled % size < step.counts)).nonzero()[0]  # those that may have filled a page
             whole[passing.pass_by(step.batch, others, pages[others])] = True
         return whole.nonzero()[0]
 
