@@ -12,6 +12,7 @@ import torch
 from quire.cache.running import RunningTables
 from quire.engine.core import EngineCore
 from quire.kernels.fields import PagedField, SlotIndex
+from quire.models.native_decoder import NativeDecoder
 from quire.prefix.node import Node
 
 Patch = pytest.MonkeyPatch
@@ -43,7 +44,7 @@ def neighbour_write(core: EngineCore, patch: Patch) -> None:
         real(field, rows, places, stored)
         rows.frames[frame, 0] = stored[-1]
 
-    _once(patch, PagedField, "_put", put)
+    _write_once(patch, put)
 
 
 def stale_reuse(core: EngineCore, patch: Patch) -> None:
@@ -58,7 +59,7 @@ def skipped_write(core: EngineCore, patch: Patch) -> None:
     def put(real: Any, field: PagedField, rows: Any, places: SlotIndex, stored: torch.Tensor) -> None:
         real(field, rows, SlotIndex(places.slots[1:]), stored[1:])
 
-    _once(patch, PagedField, "_put", put)
+    _write_once(patch, put)
 
 
 def wrong_slot(core: EngineCore, patch: Patch) -> None:
@@ -80,6 +81,12 @@ def wrong_slot_on_the_device(core: EngineCore, patch: Patch) -> None:
         slots[0] = 1
         real(field, rows, SlotIndex(slots), stored)
 
+    _write_once(patch, put)
+
+
+def _write_once(patch: Patch, put: Callable[..., Any]) -> None:
+    """Replace the next write. Layers go one by one: in a call of all of them there is no write to replace."""
+    patch.setattr(NativeDecoder, "run", lambda *given: False)
     _once(patch, PagedField, "_put", put)
 
 
