@@ -145,7 +145,8 @@ def hang_a_child_elsewhere(cache: KVCache, kv: Any) -> None:
 
 
 def forget_to_queue(cache: KVCache, kv: Any) -> None:
-    cache.tree.policy._queue.clear()
+    cache.tree.policy._queue._first.clear()
+    cache.tree.policy._queue._rest.clear()
 
 
 def keep_a_root(cache: KVCache, kv: Any) -> None:

@@ -76,7 +76,7 @@ HALF = ("chat:requests=60", "--seed", 3, "--policy", "density", "--pool-tokens",
 def test_pools_get_smaller_and_larger_at_times(run: Run, more: tuple[object, ...]) -> None:
     """A plain pool, one above a tier, and an arena."""
     whole = runs(run, *HALF, *more)[-1]
-    found = runs(run, *HALF, *more, "--resize", "20s:1,5:1/2, 12.5s:1")[-1]
+    found = runs(run, *HALF, *more, "--resizes", "20s:1,5:1/2, 12.5s:1")[-1]
     assert {size for _, size in whole["sizes"]} == {1.0} and len(whole["sizes"]) == len(whole["occupancy"])
     sizes = {at: [size for time, size in found["sizes"] if at <= time < at + 4] for at in (0, 8, 16)}
     assert set(sizes[0] + sizes[16]) == {1.0} and sizes[8] and max(sizes[8]) < 0.52 and min(sizes[8]) > 0.4
@@ -86,24 +86,24 @@ def test_pools_get_smaller_and_larger_at_times(run: Run, more: tuple[object, ...
 
 
 def test_smaller_pools_are_told(run: Run) -> None:
-    shown = " ".join(run("replay", *HALF, "--resize", "5s:1/2").stdout.split())
+    shown = " ".join(run("replay", *HALF, "--resizes", "5s:1/2").stdout.split())
     assert "the pool had 50% of its size at times" in shown
-    (tiny,) = runs(run, *HALF, "--resize", "5s:1/50")
+    (tiny,) = runs(run, *HALF, "--resizes", "5s:1/50")
     assert tiny["refused"] > 0, "requests that are larger than the pool is then"
 
 
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        (("--resize", "1/2"), "'1/2' is not a time and a part of the pool"),
-        (("--resize", "5s:2"), "write --resize 60s:1/2,120s:1"),
-        (("--resize", "5s:1/2,x:1"), "'x:1' is not a time"),
-        (("--resize", "5s:1/0"), "'5s:1/0' is not a time"),
-        (("--resize", "5s:1/2", "--replicas", 2), "not yet with several engines"),
-        (("--resize", "5s:1/2", "--prefill", 1), "not yet with several engines"),
-        (("--resize", "5s:1/2", "-m", "deepseek-v3.2", "--hisparse", "{}"), "hot buffers have one size"),
-        (("--resize", "5s:1/999999"), "is less than a page"),
-        (("--resize", "5s:1/999999", "-m", "gemma-3-27b"), "is less than a page"),
+        (("--resizes", "1/2"), "'1/2' is not a time and a part of the pool"),
+        (("--resizes", "5s:2"), "write --resizes 60s:1/2,120s:1"),
+        (("--resizes", "5s:1/2,x:1"), "'x:1' is not a time"),
+        (("--resizes", "5s:1/0"), "'5s:1/0' is not a time"),
+        (("--resizes", "5s:1/2", "--replicas", 2), "not yet with several engines"),
+        (("--resizes", "5s:1/2", "--prefill", 1), "not yet with several engines"),
+        (("--resizes", "5s:1/2", "-m", "deepseek-v3.2", "--hisparse", "{}"), "hot buffers have one size"),
+        (("--resizes", "5s:1/999999"), "is less than a page"),
+        (("--resizes", "5s:1/999999", "-m", "gemma-3-27b"), "is less than a page"),
     ],
 )
 def test_sizes_that_cannot_be_replayed_are_refused(run: Run, given: tuple[object, ...], why: str) -> None:

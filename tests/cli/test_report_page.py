@@ -95,7 +95,7 @@ def test_a_sweep_has_the_rates_of_its_runs(run: Run, tmp_path: Path) -> None:
 
 def test_the_pool_is_shown_beside_its_size(run: Run, tmp_path: Path) -> None:
     parts, (found,) = written(
-        run, tmp_path, "replay", *SHORT, "--policy", "lru", "--pool-tokens", "8k", "--resize", "3s:1/2"
+        run, tmp_path, "replay", *SHORT, "--policy", "lru", "--pool-tokens", "8k", "--resizes", "3s:1/2"
     )
     (pool,) = of_kind(parts, "chart")
     assert pool["series"][-1]["name"] == "its size"

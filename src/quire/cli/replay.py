@@ -73,7 +73,7 @@ class ReplayedEngine(ArenaFields, TenantFields, CostFields, StepFields, RankFiel
         "Drafts of a step, and the chance of each to be right: 4,0.7. Without a chance, that of the trace's requests.",
         metavar="N[,CHANCE]",
     )
-    resize: str | None = setting(
+    resizes: str | None = setting(
         None,
         "Times of the virtual clock and the part of its pools that the engine has from then on: 60s:1/2,120s:1.",
         metavar="TIME:PART,...",
@@ -150,7 +150,7 @@ def replay(
 
     [dim]Example:[/dim] quire replay noisy:9,quiet:1 --tenants tenants.json
 
-    [dim]Example:[/dim] quire replay chat --resize 60s:1/2,120s:1 --host-tokens 1M
+    [dim]Example:[/dim] quire replay chat --resizes 60s:1/2,120s:1 --host-tokens 1M
 
     [dim]Example:[/dim] quire replay chat:rate=8 --replicas 4 --router prefix,events --event-delay 0.1
     """
@@ -168,7 +168,7 @@ def replay(
     trace = open_trace(output.replayed, limit=cache.limit, seed=cache.trace_seed)
     if grid.resizes and (fleet != ReplayedFleet() or roles != ReplayedRoles()):
         raise InvalidInput(
-            "--resize: not yet with several engines.", fix="leave --replicas, --prefill and --decode out."
+            "--resizes: not yet with several engines.", fix="leave --replicas, --prefill and --decode out."
         )
     if fleet != ReplayedFleet():
         return _replicas(trace, grid, cache, roles, fleet)

@@ -62,7 +62,7 @@ def grid_of(
         tiers=_tiers(tiers) if tiers is not None and not hot else (),
         hisparse=hot,
         arena=engine.arena,
-        resizes=_resizes(engine.resize, hot),
+        resizes=_resizes(engine.resizes, hot),
         settings=ReplaySettings(
             order=engine.order,
             chunk=engine.max_num_batched_tokens,
@@ -95,7 +95,7 @@ def _resizes(text: str | None, hot: Sequence[SimulatedHiSparse]) -> tuple[tuple[
     if text is None:
         return ()
     if hot:
-        raise InvalidInput("--resize: hot buffers have one size.", fix="leave --hisparse out.")
+        raise InvalidInput("--resizes: hot buffers have one size.", fix="leave --hisparse out.")
     return parse_sizes(text)
 
 

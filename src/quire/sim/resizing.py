@@ -45,7 +45,7 @@ def parse_sizes(text: str) -> tuple[tuple[float, Fraction], ...]:
                 raise ValueError(each)
         except (ValueError, ZeroDivisionError):
             raise InvalidInput(
-                f"'{each}' is not a time and a part of the pool.", fix="write --resize 60s:1/2,120s:1."
+                f"'{each}' is not a time and a part of the pool.", fix="write --resizes 60s:1/2,120s:1."
             ) from None
         found.append((float(time.removesuffix("s")), Fraction(part)))
     return tuple(sorted(found))
