@@ -301,7 +301,7 @@ class Tenants(TenantShares):
         return f"{int(lack.max())} units are missing beside what tenants hold{promised}"
 
     def has_beside(self, wanted: Lengths, more: Lengths) -> bool:
-        """Whether there is room for `more` frames of each group too, whoever gets them."""
+        """Whether there is room for `more` frames of each group too, whichever tenant gets them."""
         return not self.refusal(wanted) and bool((self._lack + self._strides @ more <= 0).all())
 
     def _in_pages(self, units: Lengths) -> int:
