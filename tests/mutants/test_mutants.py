@@ -505,7 +505,7 @@ FIRST_SEEDS = {
     "storage-is-asked-behind-cached-pages-only": 5223,
     "the-end-of-a-record-is-not-covered": 37,
     "what-a-cached-page-lacks-is-its-neighbours": 33,
-    "what-a-full-link-refused-is-not-stored": 324,
+    "what-a-full-link-refused-is-not-stored": 648,
     "what-is-below-is-not-loaded": 3,
 }
 """Of mutants that few lives meet: begin with one that has met it, which saves seconds while the code stays."""
