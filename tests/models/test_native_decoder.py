@@ -13,13 +13,12 @@ import torch
 from quire.errors import ModelCheckFailed
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.batch import PagedBatch
-from quire.kernels.native.decoder import NativeLayers
+from quire.kernels.native.decoder import MOST_ROWS, NativeLayers
 from quire.kernels.native.library import native
 from quire.memory.pool import Pool
 from quire.models import hf
 from quire.models.forward import RunningForward
 from quire.models.hf import LoadedModel
-from quire.models.linear import few_rows
 from quire.spec.kv_format import KV_FORMATS
 from tests.models.schedule import Schedule
 from tests.models.test_trees import PROMPT, TREE, Text
@@ -153,7 +152,7 @@ def run_once(model: LoadedModel, count: int, kv_dtype: str = "", backend: str = 
 def test_other_steps_go_layer_by_layer() -> None:
     """Many rows, another kernel, encoded pages."""
     model = loaded("llama_gqa")
-    assert run_once(model, few_rows()) == 1 and run_once(model, few_rows() + 1) == 0
+    assert run_once(model, MOST_ROWS) == 1 and run_once(model, MOST_ROWS + 1) == 0
     assert run_once(model, 5, backend="torch") == 0 and run_once(model, 5, "fp8_e4m3") == 0 and run_once(model, 5) == 1
 
 

@@ -13,6 +13,7 @@ from quire.kernels.native import library, products
 from quire.kernels.native.library import Native, build, sources
 from quire.models import native_decoder
 from tests.kernels.native.emulated_pairs import with_pairs
+from tests.kernels.native.emulated_tiles import with_tiles
 from tests.mutants.mutants import Patch, mutant
 
 
@@ -22,10 +23,10 @@ def _changed(
     """`right_text` occurs once in the source, which is compiled without the other ones."""
 
     def apply(patch: Patch) -> None:
-        texts = with_pairs(sources()) if killer == "native bfloat16" else sources()
+        texts = with_tiles(with_pairs(sources())) if killer in ("native bfloat16", "native tiles") else sources()
         assert texts[source].count(right_text) == 1, f"the source of {name} has changed"
         texts[source] = texts[source].replace(right_text, wrong_text)
-        unit = source if source.endswith(".cpp") else "attention.cpp"
+        unit = source if source.endswith(".cpp") else "products.cpp" if source == "tiles.h" else "attention.cpp"
         if unit != "decoder.cpp":  # which calls the others
             texts = {each: text for each, text in texts.items() if each == unit or each.endswith(".h")}
         patch.setattr(library, "_FLAGS", tuple("-O1" if flag == "-O3" else flag for flag in library._FLAGS))
@@ -50,8 +51,33 @@ _products(
 _products(
     "the_last_panel_is_left_out",
     "outputs beyond the last whole panel of a product are what the memory had",
-    "(of.outputs + of.width - 1) / of.width;",
-    "std::max<int64_t>(1, of.outputs / of.width);",
+    "begin < of.outputs; begin += of.width",
+    "begin < std::max(of.width, of.outputs - of.width + 1); begin += of.width",
+)
+_tiles = partial(_changed, source="tiles.h", killer="native tiles")
+_tiles(
+    "rows_beyond_the_last_tile_are_left_out",
+    "where the CPU multiplies tiles, outputs of the last rows of a step are what the memory had",
+    "done < count;",
+    "done + shape <= count;",
+)
+_tiles(
+    "groups_of_a_product_are_swapped",
+    "where the CPU multiplies tiles, outputs 32 apart are in each other's place for more than 31 rows",
+    "of, sums), many_rows(left, row, second, of, sums + GROUP);",
+    "of, sums + GROUP), many_rows(left, row, second, of, sums);",
+)
+_tiles(
+    "a_tile_has_rows_of_the_one_before",
+    "where the CPU multiplies tiles, rows 16 to 31 of a step get the outputs of the first 16",
+    "rows + ROWS * row, row",
+    "rows, row",
+)
+_tiles(
+    "a_product_with_an_odd_last_group_repeats_the_first",
+    "where the CPU multiplies tiles, the last outputs of a product have the weights of the first ones",
+    "group + 1 < groups ? group + 1 : group",
+    "group + 1 < groups - 1 ? group + 1 : 0",
 )
 _layers = partial(_changed, source="decoder.cpp", killer="native layers")
 _layers(

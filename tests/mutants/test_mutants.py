@@ -55,7 +55,7 @@ from tests.engine.test_rejection import CASES, check_a_draw
 from tests.fuzz.run import run_lives
 from tests.kernels.bounds_case import check_bounds
 from tests.kernels.native.native_case import check_narrow, check_native
-from tests.kernels.native.test_products import check_products
+from tests.kernels.native.test_products import check_pairs, check_products
 from tests.kernels.steps_case import check_steps
 from tests.kernels.stored_case import FORMATS, check_stored
 from tests.kernels.triton import test_fixed_plans, test_moves
@@ -260,6 +260,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
         test_native_decoder.check_that_a_difference_shows,
     ],
     "native products": [lambda shape=shape: check_products(torch.float32, *shape) for shape in ((70, 100), (256, 512))],
+    "native tiles": [check_pairs],
     "triton": [lambda seed=seed: check_triton(seed) for seed in range(12)],
     "row functions": [
         lambda case=case: test_packing.test_native_functions_round_as_torch_does(*case)

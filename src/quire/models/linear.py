@@ -98,7 +98,7 @@ class Product:
             return torch.cat([layer(rows) for layer in self.layers], -1)
         wide, count = self.packed.dtype, rows.numel() // rows.shape[-1]
         given = rows if rows.dtype is wide else rows.to(wide)
-        if self.native is not None and count <= few_rows():
+        if self.native is not None and count <= MOST_ROWS:
             out = self.native.compute(given.contiguous())
         else:
             padded = padded_rows(count)
@@ -305,12 +305,6 @@ def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if rows.dtype is weight.dtype:
         return linear(rows, weight, bias)
     return linear(rows.to(weight.dtype), weight, bias).to(rows.dtype)
-
-
-@cache
-def few_rows() -> int:
-    """Rows up to which a native product is at least as fast as oneDNN's."""
-    return 4 if torch.cpu._is_amx_tile_supported() else MOST_ROWS
 
 
 @cache

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.batch import PagedBatch
-from quire.kernels.native.decoder import LayerParts, NativeLayers
+from quire.kernels.native.decoder import MOST_ROWS, LayerParts, NativeLayers
 from quire.kernels.native.library import native
 from quire.memory.pool import Pool
 from quire.models.forward import Forward, RunningForward
-from quire.models.linear import few_rows
 
 
 class NativeLayer(Protocol):
@@ -53,7 +52,7 @@ class NativeDecoder:
     def run(self, forward: Forward, hidden: Tensor, cos: Tensor, sin: Tensor) -> bool:
         """Compute all layers in place of `hidden` `[T, width]`, with angles `[T, dim]`, and write their pages. Returns
         False, and changes nothing, if the library cannot compute the step."""
-        if not self.is_on or len(hidden) > few_rows() or type(forward) is not RunningForward:
+        if not self.is_on or len(hidden) > MOST_ROWS or type(forward) is not RunningForward:
             return False  # a subclass may look at each layer
         batches = [batch for batch in forward.batches if isinstance(batch, PagedBatch)]
         if len(batches) < len(forward.batches) or any(batch.num_rows != len(hidden) for batch in batches):

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
+from pathlib import Path
+
 import pytest
 import torch
 
-from quire.kernels.native.library import native, use_native
-from quire.kernels.native.products import NativeProduct, native_products
+from quire.kernels.native import library, products
+from quire.kernels.native.library import Native, build, native, sources, use_native
+from quire.kernels.native.products import NativeProduct, Panels, native_products
+from tests.changes import slow_unless_changed
+from tests.kernels.native.emulated_pairs import with_pairs
+from tests.kernels.native.emulated_tiles import HAS_TILES, with_tiles
 
-SHAPES = ((256, 512), (70, 100), (704, 256), (512, 2048))
+COUNTS = (1, 2, 5, 6, 13, 16, 17, 31, 33, 47)
+PAIRS = ((64, 192, 32), (256, 80, 64), (96, 16, 64), (62, 100, 32), (64, 40, 16))
+"""Inputs and outputs of products of pairs of bfloat16, and widths of panels; the last two are not those of tiles."""
+SHAPES = ((256, 512), (70, 100), (704, 256), (512, 2048), (96, 80), (32, 16))
 needs_library = pytest.mark.skipif(native().library is None, reason=native().reason)
 DTYPES = [torch.float32] + [torch.bfloat16] * torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
@@ -22,7 +32,7 @@ def check_products(dtype: torch.dtype, inputs: int, outputs: int, threads: int =
     torch.set_num_threads(threads)
     try:
         for added in (None, bias):
-            rows = torch.randn(17, inputs, generator=draw).to(dtype)
+            rows = torch.randn(64, inputs, generator=draw).to(dtype)
             wanted = rows.double() @ weight.double().T + (0 if added is None else added.double())
             close = 1e-5 if dtype is torch.float32 else 3e-3
 
@@ -32,9 +42,36 @@ def check_products(dtype: torch.dtype, inputs: int, outputs: int, threads: int =
             right = [found for found in native_products(packed, added, inputs, outputs) if is_right(found)]
             assert len(right) == 1
             whole = right[0].compute(rows[None])
-            assert whole.shape == (1, 17, outputs) and whole.dtype is dtype
-            for count in (1, 2, 5, 6, 13):
+            assert whole.shape == (1, 64, outputs) and whole.dtype is dtype
+            for count in COUNTS:
                 assert torch.equal(right[0].compute(rows[:count]), whole[0, :count])
+    finally:
+        torch.set_num_threads(before)
+
+
+def check_pairs(threads: int = 2) -> None:
+    """Products of bfloat16 with panels that lie as oneDNN's, which not every CPU has: right, and a row has the same
+    outputs beside any others."""
+    kernels, before = products.native().library, torch.get_num_threads()
+    assert kernels is not None
+    torch.set_num_threads(threads)
+    try:
+        for inputs, outputs, width in PAIRS:
+            draw = torch.Generator().manual_seed(inputs)
+            weight, bias, rows = (
+                torch.randn(*size, generator=draw).bfloat16() for size in ((outputs, inputs), (outputs,), (64, inputs))
+            )
+            depth = -(-inputs // 32) * 32
+            whole = torch.nn.functional.pad(weight, (0, depth - inputs, 0, -outputs % width))
+            packed = whole.view(-1, width, depth // 2, 2).transpose(1, 2).contiguous()
+            places = {"weights": packed.data_ptr(), "bias": bias.data_ptr(), "format": 1, "rows_format": 1}
+            panels = Panels(**places, inputs=inputs, outputs=outputs, depth=depth, width=width)
+            assert kernels.quire_can_multiply(ctypes.byref(panels))
+            product = NativeProduct(kernels, panels)
+            wanted, found = rows.double() @ weight.double().T + bias.double(), product.compute(rows)
+            assert (found.double() - wanted).norm() <= 3e-3 * wanted.norm()
+            for count in COUNTS:
+                assert torch.equal(product.compute(rows[:count]), found[:count])
     finally:
         torch.set_num_threads(before)
 
@@ -45,6 +82,21 @@ def check_products(dtype: torch.dtype, inputs: int, outputs: int, threads: int =
 def test_native_products_are_the_plain_ones(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     check_products(dtype, *shape)
     check_products(dtype, *shape, threads=3)
+
+
+@needs_library
+@slow_unless_changed("src/quire/kernels/native/", "tests/kernels/native/")
+@pytest.mark.parametrize("tiles", [True, False])
+def test_products_with_and_without_tiles(tiles: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a CPU without AMX its instructions are emulated, and on one with AMX the other products are computed too."""
+    texts = with_pairs(sources())
+    if tiles:
+        texts = with_tiles(texts)
+    elif HAS_TILES:
+        monkeypatch.setattr(library, "_FLAGS", (*library._FLAGS, "-mno-amx-bf16"))
+    path = build(texts, tmp_path)
+    monkeypatch.setattr(products, "native", lambda: Native(ctypes.CDLL(str(path)), path))
+    check_pairs()
 
 
 @needs_library

@@ -3,9 +3,11 @@
 #include <vector>
 
 #include "products.h"
+#include "tiles.h"
 
 namespace {
 
+constexpr int64_t LARGEST = 64;  // outputs of a panel
 constexpr int64_t SERIAL = 1 << 20;  // multiplications below which threads cost more than they save
 
 INLINE void narrow(const float* from, int32_t format, int64_t count, uint8_t* to) {
@@ -14,22 +16,27 @@ INLINE void narrow(const float* from, int32_t format, int64_t count, uint8_t* to
         for (int64_t i = 0; i < count; i++) ((uint16_t*)to)[i] = to_bf16(from[i]);
 }
 
-void panel(const Panels& of, int64_t at, const uint8_t* rows, uint8_t* out, int64_t count, float* sums, float* bias) {
-    int64_t size = of.format == F32 ? 4 : 2, begin = at * of.width, width = of.width;
-    int64_t columns = std::min(width, of.outputs - begin);
-    const uint8_t* weights = of.weights + begin * of.depth * size;
+// Outputs from `begin` on, of which `sums` [count, columns] lack biases.
+void finish(const Panels& of, int64_t begin, int64_t columns, float* sums, int64_t count, uint8_t* out) {
+    float bias[LARGEST];
+    int64_t size = of.format == F32 ? 4 : 2, some = std::min(columns, of.outputs - begin);
+    if (of.bias) decode(of.bias + begin * size, of.format, int(some), bias);
+    for (int64_t i = 0; i < count; i++) {
+        float* sum = sums + i * columns;
+        for (int64_t j = 0; of.bias && j < some; j++) sum[j] += bias[j];
+        narrow(sum, of.rows_format, some, out + (i * of.outputs + begin) * (of.rows_format == F32 ? 4 : 2));
+    }
+}
+
+void panel(const Panels& of, int64_t begin, const uint8_t* rows, int64_t count, float* sums) {
+    const uint8_t* weights = of.weights + begin * of.depth * (of.format == F32 ? 4 : 2);
+    int depth = int(of.inputs), width = int(of.width);
 #if defined(__AVX512BF16__)
     if (of.format == BF16)
-        product<Doubles, false>(int(count), (const uint16_t*)rows, of.inputs, (const uint16_t*)weights, width, int(of.inputs), int(width), sums, width, nullptr);
+        product<Doubles, false>(int(count), (const uint16_t*)rows, depth, (const uint16_t*)weights, width, depth, width, sums, width, nullptr);
 #endif
     if (of.format == F32)
-        product<Singles, false>(int(count), (const float*)rows, of.inputs, (const float*)weights, width, int(of.inputs), int(width), sums, width, nullptr);
-    if (of.bias) decode(of.bias + begin * size, of.format, int(columns), bias);
-    for (int64_t i = 0; i < count; i++) {
-        float* sum = sums + i * width;
-        for (int64_t j = 0; of.bias && j < columns; j++) sum[j] += bias[j];
-        narrow(sum, of.rows_format, columns, out + (i * of.outputs + begin) * (of.rows_format == F32 ? 4 : 2));
-    }
+        product<Singles, false>(int(count), (const float*)rows, depth, (const float*)weights, width, depth, width, sums, width, nullptr);
 }
 
 }  // namespace
@@ -42,13 +49,23 @@ void multiply(const Panels& of, const uint8_t* rows, uint8_t* out, int64_t count
         rows = (const uint8_t*)wide.data();
     }
     if (count * of.inputs * of.outputs < SERIAL) threads = 1;
-    int64_t panels = (of.outputs + of.width - 1) / of.width;
+#if defined(__AMX_BF16__)
+    if (tiles::fit(of)) {
+        int64_t row = of.outputs * 2;
+        return tiles::multiply(of, rows, count, threads, [&](float* sums, int64_t begin, int64_t first, int64_t some) {
+            finish(of, begin, 2 * tiles::GROUP, sums, some, out + first * row);
+        });
+    }
+#endif
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         static thread_local std::vector<float> sums;
-        sums.resize((count + 1) * of.width);
+        sums.resize(count * of.width);
 #pragma omp for
-        for (int64_t at = 0; at < panels; at++) panel(of, at, rows, out, count, sums.data(), sums.data() + count * of.width);
+        for (int64_t begin = 0; begin < of.outputs; begin += of.width) {
+            panel(of, begin, rows, count, sums.data());
+            finish(of, begin, of.width, sums.data(), count, out);
+        }
     }
 }
 
@@ -58,7 +75,7 @@ extern "C" int quire_can_multiply(const Panels* of) {
 #else
     bool pairs = false;
 #endif
-    return of->width % W == 0 && (pairs || of->format == F32);
+    return of->width % W == 0 && of->width <= LARGEST && (pairs || of->format == F32);
 }
 
 extern "C" void quire_multiply(const Panels* of, const uint8_t* rows, uint8_t* out, int64_t count, int threads) {
