@@ -318,6 +318,36 @@ def test_host_memory_gets_smaller_and_larger_and_records_stay_right(stored: bool
     core.close()
 
 
+def test_sessions_at_rest_give_their_host_copies_up_and_requests_that_run_keep_theirs() -> None:
+    """What these hold moves together meanwhile, so that the memory beyond is given back."""
+    core = engine("quire-bundled", "4MiB..64MiB", load="always", host_memory="4MiB", session_share=0.8)
+    random, own = np.random.default_rng(1), SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+
+    def ask(name: str, params: SamplingParams, session: str = "") -> None:
+        prompt = random.integers(1000, size=200).astype(np.int32).tobytes()
+        core.add(EngineRequest(request_id=name, prompt=prompt, params=params, session_id=session))
+
+    for at in range(4):
+        ask(f"r{at}", own, f"s{at}")
+        while core.has_work():
+            core.step()
+    ask("runs", SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True))
+    for _ in range(20):
+        core.step()
+    most = core.memory().host
+    assert most is not None and core.cache.sessions.num_held == 4
+    found = answer(core, core.resize(ResizeRequest(host_bytes=most.least)))
+    assert found.host is not None and not found.done and found.host.reached < most.most // 4
+    assert core.cache.sessions.num_held == 0
+    assert stepped(core, {"runs": []}, lambda step: None)[0]
+    until = time.monotonic() + 60
+    while not core.memory().done and time.monotonic() < until:
+        core.step()
+    found = core.memory()
+    assert found.done and found.host is not None and found.host.reached <= found.host.least
+    core.close()
+
+
 def test_host_memory_that_is_not_there_has_no_size() -> None:
     core = engine("quire-bundled")
     assert core.memory().host is None

@@ -36,7 +36,8 @@ class ResizedMachine:
         "refused",
         "moved",
         "fixed in the way",
-        "none free to move to",
+        "moved beyond the limit",
+        "none further in",
         "too many at once",
         "freed beyond the limit",
         "came again",
@@ -103,8 +104,12 @@ class ResizedMachine:
         free = sorted([*self.queue, *self.later])
         most = 1 if choices.chance(60) else self.size
         movable = [each for each in beyond if each not in fixed]
-        moving = movable[len(movable) - min(len(movable), len(free), most) :]
-        targets = free[: len(moving)]
+        places = [each for each in range(1, self.size + 1) if each in free or self._is_withdrawn(each)]
+        moving, targets = list[int](), list[int]()
+        for source, target in zip(reversed(movable[-most:]), places, strict=False):
+            if target < source:
+                moving.insert(0, source)
+                targets.append(target)
         found = self.pool.inwards(np.array(sorted(fixed), dtype=np.int32), most)
         assert [each.tolist() for each in found] == [moving, targets]
         assert all(each.dtype == np.int32 for each in found)
@@ -114,12 +119,13 @@ class ResizedMachine:
             self.happened["not copied"] += bool(moving)
             return
         self.pool.moved(*found)
-        places = dict(zip(moving, targets, strict=True))
-        self.owned = {name: places.get(each, each) for name, each in self.owned.items()}
-        self.queue, self.later = free[len(moving) :], []
+        after = dict(zip(moving, targets, strict=True))
+        self.owned = {name: after.get(each, each) for name, each in self.owned.items()}
+        self.queue, self.later = [each for each in free if each not in targets], []
         self.happened["moved"] += bool(moving)
         self.happened["fixed in the way"] += any(each in fixed for each in beyond)
-        self.happened["none free to move to"] += len(beyond) > len(free)
+        self.happened["moved beyond the limit"] += any(each > self.limit for each in targets)
+        self.happened["none further in"] += len(moving) < len(movable[-most:])
         self.happened["too many at once"] += len(movable) > most == len(moving)
 
     def clear(self, choices: Choices) -> None:
@@ -163,6 +169,9 @@ class ResizedMachine:
             self.later += within
         else:
             self.queue = [*within, *self.queue] if self.reuse == "first" else [*self.queue, *within]
+
+    def _is_withdrawn(self, at: int) -> bool:
+        return at > self.limit and at not in self.owned.values() and at not in self.aside
 
     def _some(self, choices: Choices) -> list[int]:
         rest = sorted(self.owned)

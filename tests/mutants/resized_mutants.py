@@ -59,6 +59,17 @@ def a_target_stays_free(patch: Patch) -> None:
     patch.setattr(IdPool, "moved", moved)
 
 
+@mutant("resized", "an id beyond the limit that a frame has moved to is handed out when the pool grows again")
+def a_target_stays_withdrawn(patch: Patch) -> None:
+    real = IdPool.moved
+
+    def moved(pool: IdPool, sources: Ids, targets: Ids) -> None:
+        real(pool, sources, targets)
+        pool._withdrawn = np.concatenate((targets[targets > pool.limit], pool._withdrawn))
+
+    patch.setattr(IdPool, "moved", moved)
+
+
 @mutant("resized", "places that frames have left are handed out, and their memory is given back at the same time")
 def a_source_is_handed_out(patch: Patch) -> None:
     real = IdPool.moved

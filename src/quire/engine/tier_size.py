@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from quire.engine.messages import MemorySize
@@ -27,7 +28,8 @@ class HostMemorySize:
         self._resizing: HostResizing | None = None
         tiers = engine.offload.tiers
         if self._pool is not None and tiers is not None and not self._why_fixed:
-            self._resizing = HostResizing(tiers, self._pool.move)
+            give_way = partial(engine.cache.sessions.give_way, by="less host memory")
+            self._resizing = HostResizing(tiers, self._pool.move, give_way)
         num_bytes, asked = 0 if self._pool is None else self._pool.num_bytes, engine.config.host_memory
         self._most = self._asked = max(num_bytes, asked) if isinstance(asked, int) else num_bytes
 

@@ -1,7 +1,7 @@
 """HostResizing: how many host frames each group has, up to those of its pool, while transfers run.
 
-As on the device (`quire.cache.resizing`): copies that are used least leave first, then the outermost records move to
-free frames, but for those that transfers read or write. Those move later.
+As on the device (`quire.cache.resizing`): copies that are used least leave first, sessions at rest end for those that
+these hold, then the outermost records move inwards, but for those that transfers read or write. Those move later.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from quire.spec.ids import Ids
 
 
 class HostResizing:
-    """The size of the host tier of one cache. `move(group, sources, targets)` copies records at once."""
+    """The size of the host tier of one cache. `move(group, sources, targets)` copies records at once. `give_way()` ends
+    the row of a session, if there is one."""
 
-    def __init__(self, tiers: Tiering, move: Callable[[int, Ids, Ids], None]) -> None:
-        self._tiers = tiers
-        self._move = move
+    def __init__(self, tiers: Tiering, move: Callable[[int, Ids, Ids], None], give_way: Callable[[], bool]) -> None:
+        self._tiers, self._move, self._give_way = tiers, move, give_way
         self.goal: Sequence[int] = tuple(host.num_frames for host in tiers.hosts)
         self.num_moved = 0
 
@@ -41,7 +41,7 @@ class HostResizing:
         for host in self._tiers.hosts:
             ids, wanted = host.allocator.ids, self.goal[host.index]
             used = ids.size + 1
-            while wanted < ids.num_used < used:  # until nothing more can leave
+            while wanted < ids.num_used and (ids.num_used < used or self._give_way()):
                 used = ids.num_used
                 self._tiers.host_room(host, host.num_free + used - wanted)
             ids.resize(wanted)

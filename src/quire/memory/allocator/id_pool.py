@@ -31,7 +31,6 @@ class IdPool:
         self._noun = noun
         self._up = counting(size + 1)
         self.limit = size
-        self._withdrawn: Ids = self._up[:0]
         self.clear()
 
     def clear(self) -> None:
@@ -156,17 +155,20 @@ class IdPool:
         self._set_free(ids[: len(ids) - len(self._withdrawn)])
 
     def inwards(self, fixed: IdArray, most: int) -> tuple[Ids, Ids]:
-        """At most `most` allocated ids beyond the limit, the outermost, but those in `fixed` and those for which none
-        is free; and the free ones to which they can move. Both ascend. They have not changed until `moved`."""
+        """At most `most` allocated ids beyond the limit, the outermost, but those in `fixed`; and those further in to
+        which they can move: free ones, then withdrawn ones. Both ascend. They have not changed until `moved`."""
         sources = self.limit + 1 + np.flatnonzero(self._out[self.limit + 1 :]).astype(np.int32)
-        sources = sources[~np.isin(sources, fixed)]
-        targets = self._next_free(min(len(sources), most))
-        return sources[len(sources) - len(targets) :], targets
+        sources = sources[~np.isin(sources, fixed)][-most:]
+        targets = self._next_free(len(sources))
+        if len(targets) < len(sources):
+            targets = np.concatenate((targets, np.sort(self._withdrawn)[: len(sources) - len(targets)]))
+        count = int(np.count_nonzero(targets < sources[::-1][: len(targets)]))
+        return sources[len(sources) - count :], targets[:count]
 
     def moved(self, sources: Ids, targets: Ids) -> None:
-        """Ids `targets`, which were free, are allocated instead of `sources`, which were beyond the limit."""
+        """Ids `targets`, which were free or withdrawn, are allocated instead of `sources`, beyond the limit."""
         self._out[sources], self._out[targets] = False, True
-        self._withdrawn = np.concatenate((self._withdrawn, sources))
+        self._withdrawn = np.concatenate((np.setdiff1d(self._withdrawn, targets), sources))
         self._set_free(np.setdiff1d(self._ring[: self._num_free], targets))
 
     def set_apart(self, at: int) -> None:
