@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
 from quire.cache import KVCache
 from quire.cache.admission import Claim
 from quire.cache.groups import resume_point
+from quire.cache.kv_cache import NAMESPACE
 from quire.cache.room import SPARED
 from quire.errors import OutOfPages
 from quire.prefix.node import pages_to
+from quire.settings.tenants import tenants_of
+from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.testing import ContentOracle
 from quire.testing.choices import Choices
@@ -21,17 +26,18 @@ def tokens(choices: Choices, count: int) -> Ids:
     return np.array([choices.between(1, 3) for _ in range(count)], dtype=np.int32)
 
 
-def arena(seed: int) -> tuple[Choices, KVCache]:
+def arena(seed: int, names: Sequence[str] = ()) -> tuple[Choices, KVCache]:
     choices = Choices.seeded(seed)
     plan = arena_plan(choices)
-    cache = KVCache(plan, checkpoint_interval=plan.page_size)
+    tenants = tenants_of({name: {"floor": "10%"} for name in names}) if names else ()
+    cache = KVCache(plan, checkpoint_interval=plan.page_size, tenants=tenants)
     cache.parts.moved.append(ContentOracle(cache).move)
     return choices, cache
 
 
-def compute(cache: KVCache, prompt: Ids) -> None:
+def compute(cache: KVCache, prompt: Ids, namespace: Namespace = NAMESPACE) -> None:
     """One request, alone, step by step."""
-    kv = cache.begin(prompt)
+    kv = cache.begin(prompt, namespace)
     settled = kv.num_cached
     while settled < len(prompt):
         end = min(len(prompt), settled + cache.admission.at_once(kv, 4 * cache.page_size))
@@ -43,14 +49,16 @@ def compute(cache: KVCache, prompt: Ids) -> None:
     cache.finish(kv, prompt)
 
 
-def check_order(seed: int) -> tuple[int, int]:
-    """While the last page of a leaf has lost a frame, only leaves are evicted that no request can begin after, and what
-    is left of one is what one can begin after. Returns how often there was such a leaf, and another one beside it."""
-    choices, cache = arena(seed)
+def check_order(seed: int, names: Sequence[str] = ()) -> tuple[int, int]:
+    """While the last page of a leaf has lost a frame, only leaves of its tenant are evicted that no request can begin
+    after, and what is left of one is what one can begin after. Returns how often there was such a leaf, and another one
+    beside it."""
+    choices, cache = arena(seed, names)
     found = beside = 0
     partial = [group for group in cache.groups if not group.reach.whole]
     for _ in range(6):
-        compute(cache, tokens(choices, choices.between(1, max(1, cache.plan.context // 2))))
+        space = Namespace(salt=f"{choices.one_of(names)}/") if names else NAMESPACE
+        compute(cache, tokens(choices, choices.between(1, max(1, cache.plan.context // 2))), space)
         for group in partial:
             group.evict(choices.below(3))
         while choices.chance(70) and cache.tree.num_evictable:
@@ -61,8 +69,9 @@ def check_order(seed: int) -> tuple[int, int]:
             cache.evict(1)
             changed = {node for node, count in before.items() if node.num_pages != count or not node.run}
             gone = {node for node in leaves if node.parent is not None and node not in set(cache.tree.nodes())}
-            if dead := dead & useless:
-                assert (changed | gone) <= useless, "a leaf was evicted before one that is worth nothing"
+            dead &= useless
+            first = {node for node in changed | gone if node.tenant in {each.tenant for each in dead}}
+            assert first <= useless, "a leaf was evicted before one that is worth nothing"
             for node in changed - gone:
                 assert resume_point(partial, pages_to(node))[0] == len(pages_to(node)), "a useless end was kept"
             found, beside = found + bool(dead), beside + (0 < len(dead) < len(leaves))
@@ -70,13 +79,14 @@ def check_order(seed: int) -> tuple[int, int]:
     return found, beside
 
 
-def check_orders() -> None:
-    happened = np.array([check_order(seed) for seed in range(60)]).sum(axis=0)
+def check_orders(names: Sequence[str] = ()) -> None:
+    happened = np.array([check_order(seed, names) for seed in range(60)]).sum(axis=0)
     assert happened.min() > 10, happened
 
 
-def test_what_no_request_can_begin_after_goes_first() -> None:
-    check_orders()
+@pytest.mark.parametrize("names", [(), ("one", "two")], ids=["alone", "tenants"])
+def test_what_no_request_can_begin_after_goes_first(names: Sequence[str]) -> None:
+    check_orders(names)
 
 
 def check_spared() -> None:

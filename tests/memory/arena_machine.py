@@ -42,6 +42,7 @@ class ArenaMachine:
         "fixed frame in the way",
         "both around a hole",
         "starved",
+        "any mix",
         "smaller",
         "larger",
         "moved inwards",
@@ -123,6 +124,9 @@ class ArenaMachine:
         if move is not None:
             self._move(move.group, move.sources.tolist(), move.targets.tolist())
             self.arena.pools[move.group].moved(move.sources, move.targets)
+            asked = sum(n * stride for n, stride in zip(wanted, self.strides, strict=True))
+            moved = (len(move.sources) - 1) * self.strides[move.group]
+            assert any(self.apart) or moved < asked, "more has moved than was asked for"
         self.happened["moved"] += move is not None
         self.happened["moved over a hole"] += move is not None and any(self.apart)
         self.happened["both around a hole"] += all(
@@ -133,24 +137,31 @@ class ArenaMachine:
             self._own(group, self.arena.pools[group].take(count))
 
     def starve(self, choices: Choices) -> None:
-        """One group loses all of its frames, and the other gets all that fits."""
+        """One group or both lose all of their frames. Any number of it fits then, and all that is left is the
+        other's."""
         if not choices.chance(20):
             return
-        group = choices.below(2)
+        group, both = choices.below(2), choices.chance(50)
         self.fixed.clear()
-        self._free_all(group, [name for name in self.frames[group] if name not in self.apart[group]])
-        wanted = [0, 0]
+        for each in (0, 1) if both else (group,):
+            self._free_all(each, [name for name in self.frames[each] if name not in self.apart[each]])
+        wanted, alone = [0, 0], choices.chance(50)
+        wanted[group] = 0 if alone else choices.between(0, self.arena.layout.most(group))
+        while wanted[group] and not self._fits(self._places(wanted)):
+            wanted[group] -= 1
         while self._fits(self._places([n + (g != group) for g, n in enumerate(wanted)])):
             wanted[1 - group] += 1
         move = self.arena.make_way(wanted)
         if move is not None:
             self._move(move.group, move.sources.tolist(), move.targets.tolist())
             self.arena.pools[move.group].moved(move.sources, move.targets)
-        self._own(1 - group, self.arena.pools[1 - group].take(wanted[1 - group]))
+        for each, count in enumerate(wanted):
+            self._own(each, self.arena.pools[each].take(count))
         taken = sum(stride * n for stride, n in zip(self.strides, self._places([0, 0]), strict=True))
         left = self.arena.layout.room - taken
-        assert any(self.apart) or left < self.strides[1 - group], "a group that is alone has not all of the arena"
+        assert any(self.apart) or left < self.strides[1 - group], "what is empty has not all of the arena"
         self.happened["starved"] += 1
+        self.happened["any mix"] += both and all(wanted)
 
     def free(self, choices: Choices) -> None:
         group = choices.below(2)

@@ -61,7 +61,7 @@ def sources_stay_taken(patch: Patch) -> None:
 
     def moved(pool: EndPool, sources: Any, targets: Any) -> None:
         real(pool, sources, targets)
-        pool._num_used += len(sources)
+        pool.num_used += len(sources)
 
     patch.setattr(EndPool, "moved", moved)
 

@@ -241,6 +241,18 @@ def any_request_is_more_than_a_floor(patch: Patch) -> None:
     patch.setattr(Tenants, "blocks", lambda tenants, namespace, num_pages: real(tenants, namespace, num_pages + 99))
 
 
+@mutant("path ends of tenants", "a tenant's leaves that no request can begin after wait behind those that some can")
+def useless_leaves_wait_their_turn(patch: Patch) -> None:
+    real = TenantPolicies.offered
+
+    def offered(policies: TenantPolicies, node: Node) -> None:
+        share, node.share = node.share, node.share or 1.0
+        real(policies, node)
+        node.share = share
+
+    patch.setattr(TenantPolicies, "offered", offered)
+
+
 @mutant("tenant rooms", "a tenant that is above its floor by less than a window keeps all, and others wait for ever")
 def what_is_less_than_a_page_stays(patch: Patch) -> None:
     real = Tenants._left
@@ -260,6 +272,16 @@ def frames_of_pages_are_not_counted(patch: Patch) -> None:
         return int(left[node.tenant]) // tenants._accounts[at].least or 1
 
     patch.setattr(Tenants, "may_lose", may_lose)
+
+
+@mutant("tenant rooms", "frames that cannot move keep bytes from a request, and cached pages within floors stay")
+def floors_hold_beside_frames_that_stay(patch: Patch) -> None:
+    real = Tenants.begin_eviction
+
+    def begin_eviction(tenants: Tenants, at: int, spare: Any = None) -> None:
+        real(tenants, at, None if spare is not None and np.array_equal(spare, tenants.idle[at]) else spare)
+
+    patch.setattr(Tenants, "begin_eviction", begin_eviction)
 
 
 @mutant("tenant rooms", "windows and states that go without pages stay, and a tenant holds more than its ceiling")

@@ -219,6 +219,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "resized arenas": [lambda seed=seed: run_resized_replay(seed, arena=True) for seed in range(20)],
     "moved tables": [test_arena.check_tables],
     "path ends": [test_path_ends.check_orders],
+    "path ends of tenants": [lambda: test_path_ends.check_orders(("one", "two"))],
     "spared": [test_path_ends.check_spared],
     "policies": [check_eviction_orders],
     "orders": [lambda name=name: check_policy(name, 0) for name in KEYS],
@@ -308,6 +309,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
         *(lambda case=case: test_tenant_rooms.check_room(*case) for case in test_tenant_rooms.ROOMS),
         *(lambda case=case: test_tenant_rooms.check_ceiling(*case) for case in test_tenant_rooms.CEILINGS),
         *(lambda case=case: test_tenant_rooms.check_floor(*case) for case in test_tenant_rooms.FLOORS),
+        test_tenant_rooms.test_what_frames_that_cannot_move_keep_from_an_arena_is_made_up_for_below_floors,
         test_tenant_rooms.test_page_ids_of_an_arena_have_floors,
         test_tenant_rooms.test_floors_of_all_memory_leave_out_what_is_set_apart,
         lambda: run_tenants(62, 80),  # met a checkpoint within the floor of another

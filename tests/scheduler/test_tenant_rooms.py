@@ -8,14 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire.cache.hold import HeldFrames, Reason
 from quire.cache.tenant_growth import TenantGrowth
 from quire.errors import InvalidInput, OutOfPages
 from quire.loop.tenants import TenantsPart
+from quire.memory.allocator import Move
 from quire.plan.budget import MemoryPlan
 from quire.scheduler.request import RequestState
 from quire.spec.arena import ArenaLayout
 from quire.spec.events import Namespace
 from quire.spec.group import GroupSpec, ReachSpec
+from quire.spec.ids import Tier
 from quire.spec.layout import DType, Field, PageLayout
 from quire.testing import small_plan
 from tests.scheduler.tenant_server import NOISY, QUIET, TenantServer, text
@@ -118,6 +121,32 @@ def test_an_arena_of_tenants_shrinks() -> None:
         resizing.go_on([], [], [0])
     assert resizing.reached
     server.cache.audit()
+
+
+def test_what_frames_that_cannot_move_keep_from_an_arena_is_made_up_for_below_floors() -> None:
+    """A save holds a state far from its end of the arena, and pages lack the bytes before it."""
+    terms = {"quiet": {"floor": "50%"}, "noisy": {"floor": "40%"}}
+    server = TenantServer(terms, plan=arena_plan("state", 150))
+    cache, states = server.cache, server.cache.groups[1]
+    server.run(server.add(QUIET, prompt(1, 40), most=2))
+    states.evict(states.frames.num_used - 1, tenant=1)
+    (page,) = np.flatnonzero(states.table.frame).astype(np.int32)
+    lease = cache.tree.pin(next(node for node in cache.tree.nodes() if page in node.pages))
+    frames = [HeldFrames(1, Tier.DEVICE, np.array([page]))]
+    hold = cache.parts.holds.add(Reason.SAVE, frames, lease=lease)
+    server.run(server.add(QUIET, prompt(2, 760), most=2))
+    states.evict(states.frames.num_used - 2, tenant=1)
+    assert cache.plan.arena is not None
+    last = cache.plan.arena.most(1, cache.groups[0].frames.num_used)
+    cache._growth.move(Move(1, states.table.frame[[page]], np.array([last], dtype=np.int32)))
+    cache.parts.fixed.append(lambda group: [np.array([last], dtype=np.int32)] * group)
+    server.tenants._look()
+    assert server.tenants.used[0, 1] < server.tenants.limits()[0][0, 1]
+    request = server.add(NOISY, prompt(3, 240), most=2)
+    server.run(request)
+    assert request.num_preemptions == 0 and server.tenants.lost_pages[1] > 0
+    cache.parts.holds.release(hold)
+    cache.audit()
 
 
 def test_page_ids_of_an_arena_have_floors() -> None:

@@ -35,8 +35,6 @@ class PathEnds:
             return 0.0
         before = self.last(pages[:-1])
         gone = pages[max(first, before) :]
-        whole = taken = 0
-        for group, stride in zip(self._groups, self._room.strides, strict=True):
-            taken += stride * int(np.count_nonzero(group.table.frame[gone]))
-            whole += stride * group.reach.whole
-        return (len(pages) - before) * whole / taken
+        pairs = [*zip(self._groups, self._room.strides, strict=True)]
+        taken = sum([stride * int(np.count_nonzero(group.table.frame[gone])) for group, stride in pairs])
+        return (len(pages) - before) * sum([stride * group.reach.whole for group, stride in pairs]) / taken

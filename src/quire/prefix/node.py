@@ -91,6 +91,11 @@ class Node:
         """Whether only a session has used it that has ended."""
         return self.user is not None and self.user.ended
 
+    @property
+    def goes_first(self) -> bool:
+        """Whether it leaves the device before others: it `is_over`, or no request can begin at its end."""
+        return self.is_over or not self.share
+
 
 @dataclass(slots=True, eq=False, repr=False)
 class Lease:

@@ -75,7 +75,7 @@ class NodeTiers:
         if self.ends is not None:
             node.share = self.ends.share(pages_to(node), node.depth)
             self._ending_at[int(node.pages[-1])] = node
-        if (node.is_over or not node.share) and not self._policy.takes_ended:
+        if node.goes_first and not self._policy.takes_first:
             node.ticket = -next(self._tickets)  # the tickets of policies are above 0
             self._first.push(node.ticket, node)
         else:

@@ -23,8 +23,8 @@ class EvictionPolicy(ABC):
                               offered again, or merged(leaf, parent), and the parent is offered if it is a leaf now
     """
 
-    takes_ended = False
-    """Whether it orders the leaves of ended users itself."""
+    takes_first = False
+    """Whether it orders the leaves that go first itself."""
     knows_worth = False
 
     def timed_by(self, seconds: Callable[[], float]) -> None:  # noqa: B027

@@ -249,7 +249,7 @@ class RadixCache:
             num_pages -= node.num_pages - above
             if above:
                 self._split(node, above)
-            kept = self.num_copies(node) if keep is None or node.is_over or not node.share else keep(node)
+            kept = self.num_copies(node) if keep is None or node.goes_first else keep(node)
             if kept < node.num_pages:
                 self._forget(node, kept, eviction, removed)
             if kept:

@@ -71,12 +71,12 @@ ONE_TENANT = TenantShares()
 class TenantPolicies(EvictionPolicy):
     """A leaf is a candidate of the policy of its tenant. `shares` says which tenant loses next, and how much."""
 
-    takes_ended = True
+    takes_first = True
 
     def __init__(self, make: Callable[[], EvictionPolicy], shares: TenantShares) -> None:
         self._policies = [make() for _ in range(shares.num_tenants)]
         self.knows_worth = self._policies[0].knows_worth
-        self._ended: list[LazyQueue[Node]] = [LazyQueue(live) for _ in range(shares.num_tenants)]
+        self._first: list[LazyQueue[Node]] = [LazyQueue(live) for _ in range(shares.num_tenants)]
         self._tickets = count(1)
         self._shares = shares
 
@@ -111,15 +111,15 @@ class TenantPolicies(EvictionPolicy):
         return self._policies[node.tenant].worth(node)
 
     def offered(self, node: Node) -> None:
-        if not node.is_over:
+        if not node.goes_first:
             self._policies[node.tenant].offered(node)
         else:
             node.ticket = -next(self._tickets)  # the tickets of policies are above 0
-            self._ended[node.tenant].push(node.ticket, node)
+            self._first[node.tenant].push(node.ticket, node)
 
     def victim(self) -> Node | None:
         for tenant in self._shares.losers():
-            if (entry := self._ended[tenant].pop()) is not None:
+            if (entry := self._first[tenant].pop()) is not None:
                 entry.item.ticket = 0
                 return entry.item
             if (node := self._policies[tenant].victim()) is not None:
@@ -134,4 +134,4 @@ class TenantPolicies(EvictionPolicy):
         return None if found[0] is None else added(found)
 
     def candidates(self) -> Iterator[Node]:
-        return chain(*self._ended, *(policy.candidates() for policy in self._policies))
+        return chain(*self._first, *(policy.candidates() for policy in self._policies))

@@ -39,22 +39,20 @@ class EndPool(IdPool):
     beyond the `extent` is in use, but for holes. An allocation costs O(ids) and a look at the places between the first
     free one and the last that it takes."""
 
+    num_used = 0
+
     def __init__(self, arena: Arena, group: int, *, name: str) -> None:
         self._arena = arena
         self._at = group
         self._last = arena.layout.last_id(group) if group == arena.layout.upper else 0
-        self._used = np.zeros(arena.layout.most(group), dtype=np.bool_)
-        self._over = np.zeros(arena.layout.most(group), dtype=np.int16)  # holes that have bytes of each place
-        self._holes: list[int] = []  # places that have such bytes, ascending
-        self.num_apart = 0  # ids in use that are holes
         super().__init__(arena.layout.last_id(group), "sorted", group=name, noun="frame")
 
     def clear(self) -> None:
-        self._out = np.zeros(self.size + 1, dtype=np.bool_)
-        self._used[:] = False
-        self._over[:] = 0
-        self._holes = []
-        self._num_used = self.num_apart = self.extent = self._first_free = 0
+        self._out, most = np.zeros(self.size + 1, dtype=np.bool_), self._arena.layout.most(self._at)
+        self._used, self._over = np.zeros(most, dtype=np.bool_), np.zeros(most, dtype=np.int16)
+        self._holes: list[int] = []  # places of which holes have bytes, ascending; `_over` has how many holes, by place
+        self.num_used = self.extent = self._first_free = 0
+        self.num_apart = 0  # ids in use that are holes
 
     @property
     def num_free(self) -> int:
@@ -64,7 +62,7 @@ class EndPool(IdPool):
     @property
     def num_live(self) -> int:
         """Ids in use that are no holes."""
-        return self._num_used - self.num_apart
+        return self.num_used - self.num_apart
 
     @property
     def num_closed(self) -> int:
@@ -92,10 +90,6 @@ class EndPool(IdPool):
         """Ids at so many places, without holes and closed ones."""
         holes, closed = self._holes, self.num_closed
         return places - closed - bisect_left(holes, places) + bisect_left(holes, closed)
-
-    @property
-    def num_used(self) -> int:
-        return self._num_used
 
     def set_aside(self, count: int) -> Ids:
         self.check_room(count)
@@ -180,7 +174,7 @@ class EndPool(IdPool):
             return
         assert int(places[-1]) < len(self._used), "a place beyond the arena"
         self._used[places] = True
-        self._num_used += len(places)
+        self.num_used += len(places)
         self._first_free = int(places[-1]) + 1
         self.extent = max(self.extent, self._first_free)
 
@@ -188,7 +182,7 @@ class EndPool(IdPool):
         if not len(places):
             return
         self._used[places] = False
-        self._num_used -= len(places)
+        self.num_used -= len(places)
         self._first_free = min(self._first_free, int(places.min()))
         if int(places.max()) + 1 == self.extent:
             self._shrink()
