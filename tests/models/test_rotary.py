@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from quire.models import rotary
 from quire.models.hf import load_model
+from quire.models.rotary import Angles
 from tests.models.schedule import Schedule
 from tests.tiny_models import build_tiny, save_tiny
 
@@ -93,3 +95,49 @@ def test_a_dynamic_model_may_be_deployed_beyond_its_positions(tmp_path):
     folder = str(save_tiny(architecture, tmp_path, **settings))
     assert load_model(folder).spec.context_length == 24
     assert load_model(folder, max_length=100).spec.context_length == 100
+
+
+class _OfTheBatch(torch.nn.Module):
+    """Angles that follow the longest position of the batch from `longest` on."""
+
+    def __init__(self, longest: int) -> None:
+        super().__init__()
+        self.longest = longest
+
+    def forward(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        stretched = (positions[..., None] + 1) / (1 + (positions.max() >= self.longest)) * torch.tensor([1.0, 0.5])
+        return stretched.cos().to(rows.dtype), stretched.sin().to(rows.dtype)
+
+
+def check_angles(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, most: int = 1 << 20) -> int:
+    """Those of the module bit by bit, of positions that are kept and of others, alone and together. How many are."""
+    monkeypatch.setattr(rotary, "_KEPT", most)
+    model = build_tiny(kind).to(dtype)
+    module, rows = model.model.rotary_emb, torch.zeros(1, 1, 4, dtype=dtype)
+    angles = Angles(module, rows, 100)
+    for positions in ([0], [7], [99], [3, 98, 3], list(range(100))):
+        given = torch.tensor(positions)
+        for found, wanted in zip(angles.at(given, rows), module(rows, given[None]), strict=True):
+            assert found.dtype is dtype and torch.equal(found, wanted)
+    return angles.num_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["llama_gqa", "llama_yarn", "qwen3"])
+def test_angles_are_kept_by_position(kind, dtype, monkeypatch):
+    assert check_angles(kind, dtype, monkeypatch) == 100 * 2 * build_tiny(kind).config.head_dim * dtype.itemsize
+
+
+def test_few_positions_are_kept_of_a_long_context(monkeypatch):
+    assert 0 < check_angles("llama_gqa", torch.float32, monkeypatch, 4000) <= 4000
+
+
+@pytest.mark.parametrize("longest", [1, 50, 99])
+def test_angles_of_a_batch_are_not_kept(longest):
+    module, rows = _OfTheBatch(longest), torch.zeros(1, 1, 4)
+    angles = Angles(module, rows, 100)
+    assert angles.num_bytes == 0
+    for positions in ([0, 3], [0, 99]):
+        given = torch.tensor(positions)
+        assert all(map(torch.equal, angles.at(given, rows), module(rows, given[None])))
+    assert Angles(_OfTheBatch(100), rows, 100).num_bytes > 0

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 
 from quire.kernels.hidden_states import RowFunctions
 from quire.kernels.native.decoder import LayerParts
-from quire.models import decoder_layer, linear
+from quire.models import decoder_layer, linear, rotary
 from quire.models.decoder_layer import FusedDecoder, FusedLayer
 from quire.models.forward import Forward, RunningForward
 from quire.models.hf import LoadedModel
 from quire.models.linear import Packing, Product
 from quire.models.native_decoder import NativeDecoder
+from quire.models.rotary import Angles
 from tests.mutants.mutants import Patch, mutant
 
 # -- packed weights
@@ -170,7 +173,7 @@ def a_dry_run_accepts_every_layer(patch: Patch) -> None:
 
 @mutant("fused layers", "a cap or a scale of logits in the code of a model is left out")
 def code_around_layers_is_not_compared(patch: Patch) -> None:
-    patch.setattr(FusedDecoder, "of", classmethod(lambda cls, model, inputs: cls(model)))
+    patch.setattr(FusedDecoder, "of", classmethod(lambda cls, model, length, inputs: cls(model, length)))
 
 
 @mutant("fused layers", "a step returns the logits of other rows")
@@ -200,6 +203,22 @@ def captured_layers_are_passed_over(patch: Patch) -> None:
             model._captured = captured
 
     patch.setattr(LoadedModel, "run", run)
+
+
+@mutant("angles", "rows behind a chunk have the angles of its first positions")
+def positions_are_counted_from_the_first(patch: Patch) -> None:
+    real = Angles.at
+    patch.setattr(Angles, "at", lambda angles, positions, rows: real(angles, positions - positions[0], rows))
+
+
+@mutant("angles", "angles that follow the longest sequence of a step are those of a short one")
+def angles_of_a_batch_are_kept(patch: Patch) -> None:
+    patch.setattr(rotary, "torch", SimpleNamespace(**vars(torch) | {"equal": lambda *_: True}))
+
+
+@mutant("angles", "angles of a long context are in no sum, and have no bound")
+def all_positions_are_kept(patch: Patch) -> None:
+    patch.setattr(rotary, "min", lambda count, _: count, raising=False)
 
 
 # -- layers in one call

@@ -68,7 +68,8 @@ from tests.memory.mamba_machine import run_mamba
 from tests.memory.resized_machine import run_resized
 from tests.memory.swa_machine import run_swa
 from tests.memory.test_idle_frames import check_idle_order
-from tests.models import test_native_decoder, test_packing
+from tests.models import test_native_decoder, test_packing, test_rotary
+from tests.models.test_rotary import check_angles
 from tests.mutants import (
     arena_mutants,
     bounds_mutants,
@@ -254,6 +255,11 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "native layers": [
         lambda: test_native_decoder.test_one_call_is_layer_by_layer("qwen2_sliding", torch.float32),
         test_native_decoder.check_tree,
+    ],
+    "angles": [
+        lambda: with_patches(lambda patch: check_angles("llama_gqa", torch.float32, patch)),
+        lambda: with_patches(test_rotary.test_few_positions_are_kept_of_a_long_context),
+        lambda: test_rotary.test_angles_of_a_batch_are_not_kept(50),
     ],
     "layers in one call": [
         test_native_decoder.check_pools,

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from quire.kernels.hidden_states import row_functions
@@ -24,6 +25,7 @@ from quire.models.attention import OWN_ATTENTION, CallOptions, attend
 from quire.models.forward import ProbingForward, current_forward, forward_pass, in_forward
 from quire.models.linear import CLOSE, CpuLinear, Product
 from quire.models.native_decoder import NativeDecoder
+from quire.models.rotary import Angles
 
 _LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -53,7 +55,8 @@ class FusedLayer:
         found = [
             module._product for module in (attention.q_proj, attention.o_proj, layer.mlp.gate_proj, layer.mlp.down_proj)
         ]
-        self._heads_of, self._out, self._pairs, self._down = found
+        self._heads_of, self._out, self._pairs, self._down = self._products = tuple(found)
+        self._held = [norm.__dict__["_parameters"] for norm in self._all_norms]
         self._dim = attention.head_dim
         self._num_queries, self._num_keys = (size // self._dim for size in self._heads_of.sizes[:2])
         weight = layer.input_layernorm.weight
@@ -62,7 +65,7 @@ class FusedLayer:
 
     def parts(self) -> LayerParts | None:
         """What the library computes the layer with; None if it cannot."""
-        products = [each.native for each in (self._heads_of, self._out, self._pairs, self._down)]
+        products = [each.native for each in self._products]
         found = tuple(product for product in products if product is not None)
         if self.backend != "native" or len(found) < len(products):
             return None
@@ -77,11 +80,13 @@ class FusedLayer:
 
     def has(self, parts: LayerParts) -> bool:
         """Whether its weights are those of `parts`."""
-        products = self._heads_of, self._out, self._pairs, self._down
-        return all(each.native is found for each, found in zip(products, parts.products, strict=True)) and all(
-            norm.weight.data_ptr() == weight.data_ptr()
-            for norm, (weight, _) in zip(self._all_norms, parts.norms, strict=True)
-        )
+        for product, found in zip(self._products, parts.products, strict=True):
+            if product.native is not found:
+                return False
+        for held, (weight, _) in zip(self._held, parts.norms, strict=True):  # modules find them slowly
+            if held["weight"].data_ptr() != weight.data_ptr():
+                return False
+        return True
 
     def __call__(self, hidden_states: Tensor, *args: Any, position_embeddings: Any = None, **others: Any) -> Tensor:
         """Rows after the layer, `[1, T, hidden]`, of rows before it; `position_embeddings` are two `[1, T, dim]`."""
@@ -108,17 +113,20 @@ class FusedDecoder:
     """The forward pass of a whole model whose layers are all fused, and whose other modules have the usual structure:
     embedding, layers, norm, output layer. It costs a third of the Python of transformers' own code."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, context_length: int) -> None:
         decoder = model.model
-        self._embedding, self._rotary, self._norm = decoder.embed_tokens, decoder.rotary_emb, decoder.norm
+        self._embedding, self._norm = decoder.embed_tokens, decoder.norm
+        self._is_table = type(self._embedding) is nn.Embedding and self._embedding.max_norm is None
         self._layers = [layer.forward for layer in decoder.layers]
         self._head: Product = model.lm_head._product
         weight = decoder.norm.weight
         self._rows = row_functions(weight.device, weight.dtype)
         self.native = NativeDecoder(self._layers)
+        self.angles = Angles(decoder.rotary_emb, weight[None, None], context_length)
 
     @classmethod
-    def of(cls, model: Any, inputs: dict[str, Any]) -> FusedDecoder | None:
+    @torch.inference_mode()
+    def of(cls, model: Any, context_length: int, inputs: dict[str, Any]) -> FusedDecoder | None:
         """For `model`, whose layers have been fused; None if the structure or, in a dry run, the logits differ."""
         children = dict(model.named_children())
         inner = dict(children["model"].named_children()) if set(children) == _MODEL else {}
@@ -129,11 +137,11 @@ class FusedDecoder:
             return None
         if not all(isinstance(layer.forward, FusedLayer) for layer in inner["layers"]):
             return None
-        found, tokens = cls(model), torch.arange(1, 6, device=model.device)
+        found, tokens = cls(model, context_length), torch.arange(1, 6, device=model.device)
         positions = tokens * 3
-        with torch.inference_mode(), forward_pass(ProbingForward()):
+        with forward_pass(ProbingForward()):
             wanted = model(input_ids=tokens[None], position_ids=positions[None], **inputs).logits[0]
-            if inner["norm"].weight.dtype is not found._embedding(tokens).dtype:
+            if inner["norm"].weight.dtype is not model.model.embed_tokens(tokens).dtype:
                 return None
             rows = torch.tensor([0, 3], device=model.device)
             same = _is_close(found(tokens, positions, rows), wanted[rows]) and _is_close(
@@ -147,8 +155,9 @@ class FusedDecoder:
 
     def hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """What the last layer returns, `[T, hidden]`."""
-        hidden: Tensor = self._embedding(tokens)[None]
-        angles = self._rotary(hidden, positions[None])
+        table = self._embedding.__dict__["_parameters"]["weight"]  # the module takes twice as long
+        hidden: Tensor = (embedding(tokens, table) if self._is_table else self._embedding(tokens))[None]
+        angles = self.angles.at(positions, hidden)
         if self.native.run(current_forward(), hidden[0], angles[0][0], angles[1][0]):
             return hidden[0]
         for layer in self._layers:
@@ -161,7 +170,7 @@ class FusedDecoder:
 
     def normed(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """What the output layer reads, `[len(rows), hidden]`, of ascending `rows` of what the last layer returned."""
-        last = hidden if len(rows) == len(hidden) else hidden.index_select(0, rows)
+        last = hidden if rows.shape == hidden.shape[:1] else hidden.index_select(0, rows)
         _, normed = self._rows.add_rms_norm(last, None, self._norm.weight, self._norm.variance_epsilon)
         return normed
 

@@ -136,10 +136,12 @@ class LoadedModel:
         if self.packing.products:
             fused = fuse_layers(model, self.spec.context_length, self._inputs)
             self.num_fused, self._fused_backend = len(fused), fused[0].backend if fused else ""
-            self._decoder = FusedDecoder.of(model, self._inputs) if self.num_fused == self.num_layers else None
+            if self.num_fused == self.num_layers:
+                self._decoder = FusedDecoder.of(model, self.spec.context_length, self._inputs)
         if check:
             self._check(plain)
-        self.weight_bytes = weight_bytes(model)
+        self.weight_bytes = weight_bytes(model) + (0 if self._decoder is None else self._decoder.angles.num_bytes)
+        """Bytes of weights, and of what is computed once beside them."""
 
     def _check(self, plain: Sequence[Tensor]) -> None:
         """Check the steps that go layer by layer, then those of one call, which is not used if it differs. Raises

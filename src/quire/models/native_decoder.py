@@ -52,10 +52,11 @@ class NativeDecoder:
     def run(self, forward: Forward, hidden: Tensor, cos: Tensor, sin: Tensor) -> bool:
         """Compute all layers in place of `hidden` `[T, width]`, with angles `[T, dim]`, and write their pages. Returns
         False, and changes nothing, if the library cannot compute the step."""
-        if not self.is_on or len(hidden) > MOST_ROWS or type(forward) is not RunningForward:
+        count = hidden.shape[0]
+        if not self.is_on or count > MOST_ROWS or type(forward) is not RunningForward:
             return False  # a subclass may look at each layer
         batches = [batch for batch in forward.batches if isinstance(batch, PagedBatch)]
-        if len(batches) < len(forward.batches) or any(batch.num_rows != len(hidden) for batch in batches):
+        if len(batches) < len(forward.batches) or any(batch.num_rows != count for batch in batches):
             return False
         built = self._built.get(forward.pools[0])
         if built is None or not self._is_current(built, forward):

@@ -1,4 +1,4 @@
-"""Rotary embeddings whose angles would depend on the batch are fixed once per deployment."""
+"""Rotary embeddings: angles that would depend on the batch are fixed once per deployment, and kept by position."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+_KEPT = 4 << 20
 
 
 def fix_rotary(model: torch.nn.Module, max_length: int) -> int:
@@ -37,6 +39,44 @@ def fix_rotary(model: torch.nn.Module, max_length: int) -> int:
 def grows_with_length(model: torch.nn.Module) -> bool:
     """Whether angles follow the length, so that a deployment may be longer than `max_position_embeddings`."""
     return any(variant == "dynamic" for _, _, variant in _variants(model))
+
+
+class Angles:
+    """What a rotary module gives at each position, kept for the first positions of a context: as many as take `_KEPT`
+    bytes. Where the module gives other angles beside other positions, none are kept, and it is called each time."""
+
+    def __init__(self, module: torch.nn.Module, rows: Tensor, context_length: int) -> None:
+        """`rows` `[1, T, hidden]` have the dtype of the model."""
+        self._module = module
+        found = self._of(rows, torch.zeros(1, dtype=torch.int64))
+        bytes_each = sum(angles.nbytes for angles in found)
+        count = min(context_length, _KEPT // bytes_each)
+        kept = self._of(rows, torch.arange(count))
+        ends = [*range(min(count, 3)), *range(max(count - 3, 0), count)]
+        alone = [self._of(rows, torch.tensor([position])) for position in ends]
+        last = self._of(rows, torch.tensor([*ends, context_length - 1]))
+        same = all(
+            torch.equal(angles[0, ends], torch.cat([each[of][0] for each in alone]))
+            and torch.equal(angles[0, ends], last[of][0, :-1])
+            for of, angles in enumerate(kept)
+        )
+        self._kept = [angles[0].clone() if same else angles[0, :0].clone() for angles in kept]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what is kept."""
+        return sum(angles.nbytes for angles in self._kept)
+
+    def at(self, positions: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of `positions` int64 `[T]`, each `[1, T, dim]`, in the dtype of `rows` `[1, T, hidden]`."""
+        cos, sin = self._kept
+        if int(positions.max()) < cos.shape[0]:
+            return cos.index_select(0, positions)[None], sin.index_select(0, positions)[None]
+        return self._of(rows, positions)
+
+    def _of(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = self._module(rows, positions[None])
+        return cos, sin
 
 
 def _variants(model: torch.nn.Module) -> Iterator[tuple[Any, str | None, str]]:

@@ -125,7 +125,7 @@ class NativeLayers:
         step = _Pass.from_buffer_copy(self._pass)  # threads may share a model
         step.groups, step.hidden = ctypes.addressof(groups), hidden.data_ptr()
         step.cosines, step.sines = cos.data_ptr(), sin.data_ptr()
-        step.rows, step.threads = len(hidden), torch.get_num_threads()
+        step.rows, step.threads = hidden.shape[0], torch.get_num_threads()
         self._decode(ctypes.addressof(step))
 
 
