@@ -49,8 +49,7 @@ def a_pinned_window_is_dropped(patch: Patch) -> None:
 @mutant("cache", field.PINS)
 def passed_windows_stay_pinned(patch: Patch) -> None:
     """The pool of windows fills with passed frames, and requests fail although no request reads them."""
-    nothing = NO_PAGES, NO_PAGES
-    patch.setattr(PagedGroup, "_advance", lambda self, new: (self.first[new.rows], *nothing))
+    patch.setattr(PagedGroup, "_advance", lambda self, new: (self.first[new.rows], NO_PAGES))
 
 
 @mutant("cache", field.PARTIAL)

@@ -177,17 +177,16 @@ class PagedGroup(GroupBase):
         self._revive(ours[read:], theirs[read:])
         if self.reach.whole:
             return []
-        pages = pages_between(new.table, new.rows, starts, new.ends)[0]
+        pages = pages_between(new.table, new.rows, starts, new.ends)
         for part in _distinct(pages) if len(ours) else (pages,):
             self.table.pin(part)
-        firsts, passed, _ = self._advance(new)
+        firsts, passed = self._advance(new)
         return self._passed(new, firsts, passed)
 
     def pass_by(self, new: NewPages) -> list[GroupRelease]:
         """As `commit` for settled pages that are private, all but those that their requests have a lease on."""
-        firsts, passed, owners = self._advance(new)
-        places = firsts[owners] + np.arange(len(owners)) - owners.searchsorted(owners)
-        self.table.pin(passed[places >= np.array([kv.lease.num_pages for kv in new.kvs])[owners]])
+        firsts, passed = self._advance(new)
+        self.table.pin(passed[self.table.pins[passed] == 0])  # requests have pinned the leased ones that they read
         return self._passed(new, firsts, passed)
 
     def finish(self, row: int, pages: Ids, protected: int) -> list[GroupRelease]:
@@ -236,12 +235,14 @@ class PagedGroup(GroupBase):
             self.frames.move(ours[missing], theirs[missing])
             self.revived_frames += int(np.count_nonzero(missing))
 
-    def _advance(self, new: NewPages) -> tuple[Lengths, Ids, Rows]:
-        """Move `first` to what `new.ends` pages need. Returns the old `first`, and passed pages with their requests."""
+    def _advance(self, new: NewPages) -> tuple[Lengths, Ids]:
+        """Move `first` to what `new.ends` pages need. Returns the old `first`, and the passed pages."""
         firsts = self.first[new.rows]
         after = np.maximum(firsts, self.reach.first(new.ends))
+        if not np.count_nonzero(after > firsts):
+            return firsts, NO_PAGES
         self.first[new.rows] = after
-        return firsts, *pages_between(new.table, new.rows, firsts, after)
+        return firsts, pages_between(new.table, new.rows, firsts, after)
 
     def _passed(self, new: NewPages, firsts: Lengths, passed: Ids) -> list[GroupRelease]:
         """The release of `passed` pages, all pinned, of which those of request i begin with page `firsts[i]`."""
@@ -253,16 +254,17 @@ class PagedGroup(GroupBase):
 
     def _ranks(self, kvs: Sequence[RequestKV], firsts: Lengths, ends: Lengths) -> NDArray[np.int8] | None:
         """The ranks of pages `firsts[i]..ends[i]`, from the resume points that read them. None if none does."""
-        starts, at = firsts.tolist(), 0
-        if not any(kv.marks and max(kv.marks) > start for kv, start in zip(kvs, starts, strict=True)):
+        starts, stops = firsts.tolist(), np.cumsum(ends - firsts)
+        marked = [at for at, kv in enumerate(kvs) if kv.marks and max(kv.marks) > starts[at]]
+        if not marked:
             return None
-        ranks = bytearray(int((ends - firsts).sum()))
-        for kv, first, end in zip(kvs, starts, ends.tolist(), strict=True):
-            for num_pages, rank in kv.marks.items() if end > first else ():
-                if num_pages > first:
-                    for place in range(max(first, self.reach.first(num_pages)) - first, min(end, num_pages) - first):
-                        ranks[at + place] = max(ranks[at + place], rank)
-            at += end - first
+        ranks = bytearray(int(stops[-1]))
+        for at in marked:
+            end = int(ends[at])
+            place = int(stops[at]) - end  # of page 0
+            for num_pages, rank in kvs[at].marks.items():
+                for page in range(max(starts[at], self.reach.first(num_pages)), min(end, num_pages)):
+                    ranks[place + page] = max(ranks[place + page], rank)
         return np.frombuffer(ranks, dtype=np.int8)
 
 
@@ -328,15 +330,14 @@ def resident(group: GroupBase, pages: Ids, hosts: Sequence[GroupFrames[Any]] = (
     return found | hosts[group.index].table.present(pages) if hosts else found
 
 
-def pages_between(table: Ids, rows: Rows, starts: Lengths, ends: Lengths) -> tuple[Ids, Rows]:
-    """Pages `starts[i]..ends[i]` of each row, row by row, a copy; and the i of each."""
+def pages_between(table: Ids, rows: Rows, starts: Lengths, ends: Lengths) -> Ids:
+    """Pages `starts[i]..ends[i]` of each row, row by row, a copy."""
     counts = ends - starts
-    if np.count_nonzero(counts == 1) == len(rows):
-        return table[rows, starts], np.arange(len(rows))
-    owners = np.repeat(np.arange(len(rows)), counts)
-    places = np.arange(len(owners)) + (starts - (np.cumsum(counts) - counts))[owners]
-    pages: Ids = table[rows[owners], places]
-    return pages, owners
+    if np.count_nonzero(counts == 1) < len(rows):
+        starts = np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
+        rows = np.repeat(rows, counts)
+    pages: Ids = table[rows, starts]
+    return pages
 
 
 def _distinct(pages: Ids) -> list[Ids]:

@@ -33,6 +33,8 @@ from quire.memory.runs import in_order
 from quire.spec.ids import Bools, Ids, Tier
 from quire.spec.rank import Rank
 
+Grown = tuple[Rows, Lengths, Lengths]  # rows that get pages, and between which places each of them
+
 
 class Growth:
     """Allocates and frees pages and frames of one cache. If it raises OutOfPages, nothing has changed. `growing`
@@ -97,8 +99,10 @@ class Growth:
             raise self._beyond_context(self._context + 1)
         crossing = (lengths % size == 0).nonzero()[0]  # the others have a free slot in their last page
         if len(crossing) or self._states:
-            before = lengths[crossing]
-            self._grow(batch, rows, len(crossing), rows[crossing], before, before + 1)
+            starts, num_new = lengths[crossing] // size, len(crossing)
+            grown = rows[crossing], starts, starts + 1
+            self._make_room(rows, num_new, batch, None, grown)
+            self._give(rows, grown, self._growing.alloc_pages(num_new) if num_new else NO_PAGES)
         self._rows.num_allocated[rows] = lengths + 1
 
     def pages_of(self, row: int, first: int, last: int) -> Ids:
@@ -119,28 +123,28 @@ class Growth:
     def _to(self, kvs: Batch, rows: Rows, after: Lengths) -> None:
         """Make room for `after[i]` tokens in each row."""
         before, size = self._rows.num_allocated[rows], self._size
-        num_new = int((-(-after // size) + (-before // size)).sum())
-        self._grow(kvs, rows, num_new, rows, before, after)
+        grown = rows, -(-before // size), -(-after // size)
+        num_new = int(np.add.reduce(grown[2] - grown[1]))
+        self._make_room(rows, num_new, kvs, after, grown)
+        pages = self._growing.alloc_rows(self._rows.pages, rows, before, after) if num_new else NO_PAGES
+        self._give(rows, grown, pages)
         self._rows.num_allocated[rows] = after
 
-    def _grow(self, kvs: Batch, rows: Rows, num_new: int, longer: Rows, before: Lengths, after: Lengths) -> None:
-        """Give rows `longer`, which grow from `before[i]` to `after[i]` tokens, their `num_new` new pages, and all
-        `rows`, with these among them, their frames in the other groups."""
-        ends = after if len(longer) == len(rows) else None
-        self._make_room(rows, num_new, kvs, ends)
-        pages = self._growing.alloc_rows(self._rows.pages, longer, before, after) if num_new else NO_PAGES
+    def _give(self, rows: Rows, grown: Grown, pages: Ids) -> None:
+        """These new `pages` are those of `grown`, and all `rows` get their frames in the other groups."""
         self._take(rows, pages)
-        if num_new:
-            self._rows.write_new(longer, -(-before // self._size), -(-after // self._size), pages)
+        if len(pages):
+            self._rows.write_new(*grown, pages)
 
-    def _make_room(self, rows: Rows, num_new: int, kvs: Batch, ends: Lengths | None) -> None:
-        """Evict if the free pages and frames do not suffice for these rows and `num_new` pages."""
+    def _make_room(self, rows: Rows, num_new: int, kvs: Batch, ends: Lengths | None, grown: Grown) -> None:
+        """Evict if the free pages and frames do not suffice for these rows, with `ends[i]` tokens then, None: one more,
+        and the `num_new` pages of `grown`."""
         short = num_new * self._growing.page_size > self._growing.available_size() or self._is_bound()
         asking = kvs.kvs if isinstance(kvs, RunningBatch) else kvs
-        apart = [room for room in self._rooms if any(group.quarantined for group in room.groups)]
-        if not short and (self._scarce or apart):
+        rooms = self._rooms if any(group.quarantined for group in self._parts.groups) else self._scarce
+        if not short and rooms:
             wanted = self._wanted(asking, rows, num_new, ends)
-            short = not all(room.has(wanted) for room in (*self._scarce, *apart))
+            short = not all(room.has(wanted) for room in rooms)
         if short:
             self._offload.retention.expire()
             cause = _names_of(asking, self._rows.num_allocated[rows] % self._size == 0)
@@ -249,7 +253,7 @@ class Growth:
 
     def _num_out(self) -> int:
         """What an eviction changes: page ids that are out, and frames in use."""
-        return sum(self._used([0] * len(self._parts.groups))) - self._parts.pages.num_free_pages
+        return sum([group.frames.num_used for group in self._parts.groups]) - self._parts.pages.num_free_pages
 
     def _missing(self, wanted: Sequence[int], num_new: int, chunk: int, rooms: Sequence[Room]) -> int:
         """Pages to evict next. Of a room that groups share a page may free frames in all of them, and its tail more
@@ -287,9 +291,9 @@ class Growth:
 
     def _short(self, wanted: Sequence[int], num_new: int) -> OutOfPages | None:
         """The error for a request that does not fit even if all evictable pages are evicted."""
-        parts = self._parts
+        parts, held = self._parts, self._held_with(wanted)
         for room in self._rooms:
-            lack = room.lack(self._held_with(wanted))
+            lack = room.lack(held)
             if lack > 0:
                 index, stride = max(zip(room.indices, room.strides, strict=True), key=lambda at: wanted[at[0]] * at[1])
                 group, n = parts.groups[index], wanted[index]
@@ -332,7 +336,6 @@ class Growth:
 
 def _names_of(asking: Sequence[RequestKV], at_end: Bools) -> str:
     """The cause of an eviction: the first request that needs a page, and the number of others."""
-    several = len(asking) > 1
-    count = int(np.count_nonzero(at_end)) if several else 1
-    first, count = (int(at_end.argmax()), count) if several and count else (0, len(asking))
+    count = int(np.count_nonzero(at_end))
+    first, count = (int(at_end.argmax()), count) if count else (0, len(asking))
     return asking[first].label + (f" and {count - 1} more" if count > 1 else "")

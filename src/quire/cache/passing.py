@@ -34,13 +34,11 @@ class Passing:
         """The requests at these places have `num_pages[i]` settled whole pages, and compute no prompt: pages of one may
         give their frames to cached ones that have lost theirs. Returns those of which a commit frees other frames."""
         rows = batch.rows[places]
-        commits = moves = np.zeros(len(rows), dtype=np.bool_)
+        commits = np.zeros(len(rows), dtype=np.bool_)
         for group in self._others:
-            commits = commits | group.frees(rows, num_pages)
-        for window in self._windows:
-            moves = moves | window.frees(rows, num_pages)
-        some = (moves & ~commits).nonzero()[0]
-        if len(some):
+            commits |= group.frees(rows, num_pages)
+        if self._windows:
+            some = (~commits).nonzero()[0]
             ends, kvs = num_pages[some], [batch.kvs[at] for at in places[some].tolist()]
             new = NewPages(kvs, rows[some], ends, ends, self._rows.pages)
             self._retire(released=[part for group in self._windows for part in group.pass_by(new)])

@@ -147,7 +147,7 @@ class Room:
 
     def _places(self, group: InRoom, count: int) -> int:
         """The places that so many frames of a group take. Those that were set apart beyond the limit will leave."""
-        return count - sum(each > self.limit for each in group.quarantined)
+        return count - sum([each > self.limit for each in group.quarantined])
 
     def _least(self, group: InRoom) -> int:
         """The places that a group takes at least."""

@@ -75,7 +75,7 @@ class RunningTables:
         self._following = following
         self._firsts = firsts
         self._last_serial = 0
-        self._written: list[Rows | range] | None = [] if follows else None
+        self._written: list[Rows] | None = [] if follows else None
         self._nothing = PageTableChanges(np.empty(0, np.int32), np.empty((len(self.columns), 0), np.int32))
 
     def write_run(self, row: int, start: int, pages: Ids) -> None:
@@ -83,15 +83,13 @@ class RunningTables:
         self.pages[row, start : start + len(pages)] = pages
         if self._written is not None and len(pages):
             first = row * self.width + start
-            self._written.append(range(first, first + len(pages)))
+            self._written.append(np.arange(first, first + len(pages)))
 
     def write_new(self, rows: Rows, starts: Lengths, ends: Lengths, pages: Ids) -> None:
         """Write pages `starts[i]..ends[i]` of each row, given row by row."""
-        if len(rows) == 1:
-            self.write_run(int(rows[0]), int(starts[0]), pages)
-            return
-        counts = ends - starts
-        places = np.repeat(rows * self.width + starts - (np.cumsum(counts) - counts), counts) + np.arange(len(pages))
+        counts, places = ends - starts, rows * self.width + starts
+        if np.count_nonzero(counts == 1) < len(rows):
+            places = np.repeat(places - (np.cumsum(counts) - counts), counts) + np.arange(len(pages))
         self.flat[places] = pages
         if self._written is not None:
             self._written.append(places)
@@ -147,8 +145,7 @@ class RunningTables:
         if not self._written:
             return self._nothing
         written, self._written = self._written, []
-        parts = [np.arange(p.start, p.stop) if isinstance(p, range) else p for p in written]
-        places = parts[0] if len(parts) == 1 else np.unique(np.concatenate(parts))
+        places = written[0] if len(written) == 1 else np.unique(np.concatenate(written))
         pages = self.flat[places]
         frames = np.empty((len(self.columns), len(places)), dtype=np.int32)
         for at, (index, group) in enumerate(self._following.items()):

@@ -23,7 +23,7 @@ import numpy as np
 
 from quire.cache.groups import NO_PAGES, GroupBase, GroupRelease, NewPages, PagedGroup
 from quire.cache.request_kv import RequestKV
-from quire.cache.running import NO_ROWS, Lengths, Rows
+from quire.cache.running import Lengths, Rows
 from quire.memory.allocator import SlotFrames
 from quire.memory.runs import replace_ids
 from quire.plan.budget import MemoryPlan
@@ -179,31 +179,31 @@ class StateGroup(GroupBase):
         holds all rows of pages. With `stores`, frames may be stored for other requests."""
         starts = self._position[rows]
         drafts = np.zeros(len(rows), np.int64)
-        if draws is not None:
+        if draws is not None and self._num_drafts:
             drafts = np.minimum(np.maximum(draws - 1, drafts), self._num_drafts)  # a fifth of what `clip` costs
-        ends = ends - drafts
+            ends = ends - drafts
         sources = self._frame[rows]
-        grown = np.count_nonzero(ends > starts) == np.count_nonzero(sources) == len(rows)
+        lengths = (ends - starts).astype(np.int32)
+        grown = np.count_nonzero(lengths > 0) == np.count_nonzero(sources) == len(rows)
         assert grown, "a request was launched that had not grown"
         plain = (self._source[rows] == 0) & (starts > 0)
         plain &= drafts == 0
         self._position[rows] = ends
         targets = sources.copy()
-        exchange = NO_ROWS
         if stores:
             filled = starts % self._page_size
-            within = filled + (ends - starts) <= self._page_size
-            exchange = self._exchanges(kvs, rows, starts, plain & within & (filled == 0))
-            plain &= within & (filled > 0)
-        if len(exchange):
-            at_end = rows[exchange]
-            targets[exchange] = self._frame[at_end] = self._previous_frame[at_end]
-            self._previous_frame[at_end] = sources[exchange]
-            self._previous_pages[at_end] = starts[exchange] // self._page_size
-            self._previous_rank[at_end] = Rank.USED
-            plain[exchange] = True
+            plain &= filled + lengths <= self._page_size
+            exchange = self._exchanges(kvs, rows, starts, plain & (filled == 0))
+            plain &= filled > 0
+            if len(exchange):
+                at_end = rows[exchange]
+                targets[exchange] = self._frame[at_end] = self._previous_frame[at_end]
+                self._previous_frame[at_end] = sources[exchange]
+                self._previous_pages[at_end] = starts[exchange] // self._page_size
+                self._previous_rank[at_end] = Rank.USED
+                plain[exchange] = True
         if np.count_nonzero(plain) == len(rows):
-            return StatePieces((ends - starts).astype(np.int32), sources, targets), []
+            return StatePieces(lengths, sources, targets), []
         cut: list[tuple[int, int, int]] = []
         counts = np.ones(len(rows), dtype=np.int64)  # pieces of each request
         released: list[GroupRelease] = []
@@ -222,7 +222,7 @@ class StateGroup(GroupBase):
                 self._source[kv.row] = 0
         found = np.empty((3, int(counts.sum())), dtype=np.int32)
         uncut = np.repeat(plain, counts)
-        found[:, uncut] = (ends - starts)[plain], sources[plain], targets[plain]
+        found[:, uncut] = lengths[plain], sources[plain], targets[plain]
         if cut:
             found[:, ~uncut] = np.array(cut, dtype=np.int32).T
         return StatePieces(*found), released

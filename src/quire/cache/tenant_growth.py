@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from quire.cache.groups import NO_PAGES, pages_between
-from quire.cache.growth import Growth
+from quire.cache.groups import NO_PAGES
+from quire.cache.growth import Grown, Growth
 from quire.cache.request_kv import RequestKV
 from quire.cache.room import Room
 from quire.cache.running import Batch, Lengths, Rows
@@ -43,13 +43,13 @@ class TenantGrowth(Growth):
             finally:
                 self._all_end = False
 
-    def _grow(self, kvs: Batch, rows: Rows, num_new: int, longer: Rows, before: Lengths, after: Lengths) -> None:
-        starts, ends = -(-before // self._size), -(-after // self._size)
-        self._claims = self._tenants.wanted_by(rows, ends - starts, longer)
-        super()._grow(kvs, rows, num_new, longer, before, after)
-        if num_new:
-            pages, owners = pages_between(self._rows.pages, longer, starts, ends)
-            self._tenants.owners.give(pages, self._tenants.of_row[longer[owners]])
+    def _make_room(self, rows: Rows, num_new: int, kvs: Batch, ends: Lengths | None, grown: Grown) -> None:
+        self._claims = self._tenants.wanted_by(rows, grown[2] - grown[1], grown[0])
+        super()._make_room(rows, num_new, kvs, ends, grown)
+
+    def _give(self, rows: Rows, grown: Grown, pages: Ids) -> None:
+        super()._give(rows, grown, pages)
+        self._tenants.owners.give(pages, self._tenants.of_row[np.repeat(grown[0], grown[2] - grown[1])])
 
     def _wanted(self, kvs: Sequence[RequestKV], rows: Rows, num_new: int, ends: Lengths | None) -> list[int]:
         least = [group.wanted(rows, num_new) for group in self._parts.groups]

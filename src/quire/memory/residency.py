@@ -39,7 +39,7 @@ class State(IntFlag):
     STAMPED = 64  # and what its bytes were
 
 
-_ABSENT = int(State.ABSENT)  # numpy converts a member of an enumeration more slowly
+_ABSENT, _RESIDENT = int(State.ABSENT), int(State.RESIDENT)  # numpy converts members of enumerations more slowly
 
 
 class Column:
@@ -98,7 +98,7 @@ class Column:
         at = as_index(pages, self._up)
         assert not np.count_nonzero(self.frame[at]), "bind over a page that has a frame"
         self.frame[at] = frames
-        self.state[at] = State.RESIDENT
+        self.state[at] = _RESIDENT
 
     def unbind(self, pages: Ids) -> Ids:
         """Unbind the frames of these pages and return them. Pages without one are skipped."""

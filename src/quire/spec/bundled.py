@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 _MODELS = Path(__file__).resolve().parents[1] / "models"
@@ -20,6 +21,7 @@ BUNDLED_HEADS = {"quire-bundled-eagle": _MODELS / "bundled_eagle"}
 DEFAULT_MODEL = "quire-bundled"
 
 
+@cache
 def bundled_name(model: str) -> str | None:
     """The name of the bundled model in the folder `model`; None for another folder."""
     return next((name for name, folder in BUNDLED_MODELS.items() if folder == Path(model)), None)
