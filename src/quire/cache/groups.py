@@ -261,7 +261,7 @@ class PagedGroup(GroupBase):
         ranks = bytearray(int(stops[-1]))
         for at in marked:
             end = int(ends[at])
-            place = int(stops[at]) - end  # of page 0
+            place = int(stops[at]) - end  # where page 0 would be
             for num_pages, rank in kvs[at].marks.items():
                 for page in range(max(starts[at], self.reach.first(num_pages)), min(end, num_pages)):
                     ranks[place + page] = max(ranks[place + page], rank)
