@@ -1,7 +1,7 @@
 """An `EngineCore` in a process of its own, so that HTTP and tokenising never stall a step.
 
     parent                                 child
-    EngineProcess.start  --spawn-->        build the core      --Ready | Died-->
+    EngineProcess  --spawn | fork-->       build the core      --Ready | Died-->
     send(Ask | Abort | ...) --Channel-->   between two steps   --Outputs | Reply | Beat ...-->
 
 The child blocks in `poll` while it has no work, and ends when its parent does. One bad request, or one that cannot be
