@@ -60,62 +60,12 @@ from quire import LLM, SamplingParams
 llm = LLM(kv_memory="4MiB", show_plan=False)
 print(llm.generate({PROMPT}, SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].token_ids)
 print([name for name in ("torch._dynamo.convert_frame", "torch.distributed.tensor") if name in sys.modules])
-parts = [sys.modules["torch." + name] for name in ("_meta_registrations", "fx", "export", "_dynamo")]
-print([type(part).__name__ == "_Deferred" for part in parts])
 import torch
-before = torch.Generator().manual_seed(1)
 print(torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(2)).tolist())
-print([type(part).__name__ == "_Deferred" for part in parts])
-print(torch.rand(1, generator=before).equal(torch.rand(1, generator=torch.Generator().manual_seed(1))))
 """
     llm = LLM(kv_memory="4MiB", show_plan=False)
     [output] = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=8))
-    expected = [output.outputs[0].token_ids, [], [True] * 4, [1.0, 1.0], [False] * 4, True]
-    assert printed(script).splitlines() == list(map(str, expected))
-
-
-USES = {
-    "torch.vmap(lambda x: x + 1)(torch.zeros(2)).tolist()": "[1.0, 1.0]",
-    "torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged).values().tolist()": "[1.0, 1.0]",
-    "torch.fx.symbolic_trace(torch.nn.ReLU())(torch.ones(1)).tolist()": "[1.0]",
-    "__import__('torch.fx.experimental.symbolic_shapes') is torch": "True",
-    "torch.distributions.Normal(0.0, 1.0).mean.item()": "0.0",
-    "torch.cond(torch.tensor(True), lambda: torch.ones(1), lambda: torch.zeros(1)).tolist()": "[1.0]",
-}  # fmt: skip
-
-
-@slow_unless_changed("src/quire/engine/lean_imports.py", "src/quire/engine/deferred_modules.py", "constraints.txt")
-@pytest.mark.parametrize("use", USES)
-def test_parts_of_torch_are_there_when_they_are_used(use: str) -> None:
-    script = (
-        f"from quire.engine.lean_imports import without_compiler; without_compiler('cpu'); import torch; print({use})"
-    )
-    assert printed(script).strip() == USES[use]
-
-
-@slow_unless_changed("src/quire/engine/lean_imports.py", "src/quire/engine/deferred_modules.py", "constraints.txt")
-def test_kernels_of_tensors_without_memory_are_there_while_a_model_is_built() -> None:
-    script = """
-from quire.engine.lean_imports import without_compiler
-without_compiler("cpu")
-from quire.models.hf import _Unfilled
-import torch
-with _Unfilled():
-    print(torch.linalg.svd(torch.zeros(2, 3, device="meta"))[1].shape)
-"""
-    assert printed(script).strip() == "torch.Size([2])"
-
-
-@slow_unless_changed("src/quire/engine/lean_imports.py", "src/quire/engine/deferred_modules.py", "constraints.txt")
-def test_another_torch_is_imported_whole() -> None:
-    script = """
-from quire.engine import lean_imports
-lean_imports._RELEASE = "0."
-lean_imports.without_compiler("cpu")
-import sys
-print(type(sys.modules["torch.fx"]).__name__)
-"""
-    assert printed(script).strip() == "module"
+    assert printed(script).splitlines() == [str(output.outputs[0].token_ids), "[]", "[1.0, 1.0]"]
 
 
 _SITE = """

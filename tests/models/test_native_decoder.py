@@ -13,8 +13,9 @@ import torch
 from quire.errors import ModelCheckFailed
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.batch import PagedBatch
-from quire.kernels.native.decoder import MOST_ROWS, NativeLayers
+from quire.kernels.native.decoder import NativeLayers
 from quire.kernels.native.library import native
+from quire.kernels.native.products import MOST_ROWS
 from quire.memory.pool import Pool
 from quire.models import hf
 from quire.models.forward import RunningForward

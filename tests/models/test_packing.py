@@ -57,6 +57,22 @@ def test_fused_layers_equal_the_plain_model(kind: str, native: bool) -> None:
     assert error(model, **FUSED[kind]) < 1e-4
 
 
+def test_an_embedding_of_another_class_is_called() -> None:
+    """It may have its table under another name."""
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, tokens: torch.Tensor) -> Any:
+            return self.inner(tokens)
+
+    module = build_tiny("llama_gqa")
+    module.model.embed_tokens = Wrapped(module.model.embed_tokens)
+    assert LoadedModel(module, name="wrapped")._decoder is not None
+
+
 def test_captured_layers_are_kept_of_a_fused_model() -> None:
     """Hooks of modules do not run in a fused decoder, so transformers' code around the layers does."""
     model, other, schedule = tiny(), build_tiny("llama_gqa", attn_implementation="eager"), Schedule()

@@ -221,7 +221,8 @@ class EngineProcess:
 
 
 def can_fork() -> bool:
-    """Whether an engine can be a fork of this process: of one thread, without torch, whose threads no fork has."""
+    """Whether an engine can be a fork of this process: of one thread of Python, without torch, whose threads no fork
+    has. Those of numpy's library stop and begin again around a fork."""
     return sys.platform == "linux" and threading.active_count() == 1 and "torch" not in sys.modules
 
 

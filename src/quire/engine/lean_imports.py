@@ -1,9 +1,8 @@
-"""Imports torch and transformers without what takes most of the time of the import. Decisions 035 and 068 say why.
+"""Imports transformers without what takes most of the time of the import. Decisions 035 and 068 say why.
 
-An engine on the CPU compiles nothing. Its process omits the compiler's decorators, and loads the compiler, and what
-else of torch runs no model, when something of it is used. The server's process only tokenises: it has no torch at all.
-Neither reads the source of all models, in which transformers looks for the names that they define, before it is asked
-for such a name.
+An engine on the CPU compiles nothing. Its process omits the compiler's decorators, and loads the compiler when
+something else of it is used. The server's process only tokenises: it has no torch at all. Neither reads the source of
+all models, in which transformers looks for the names that they define, before it is asked for such a name.
 """
 
 from __future__ import annotations
@@ -17,85 +16,51 @@ from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.metadata import version
 from importlib.util import find_spec, module_from_spec
+from types import ModuleType
 from typing import Any
-
-from quire.engine.deferred_modules import DeferredModules, StandIns, later, submodule
 
 logger = logging.getLogger(__name__)
 
-_RELEASE = "2.13."
-"""The release of torch whose parts were looked at. Another one is imported whole."""
+_COMPILER = "torch._dynamo"
+_NEEDED = "torch._dynamo._trace_wrapped_higher_order_op"  # what transformers needs of the compiler
+_MARKS = ("allow_in_graph", "assume_constant_result", "disable")
+
+
+def without_compiler(device: str) -> None:
+    """For a process with one engine on this device: on the CPU, transformers loads neither torch's compiler nor its
+    collective operations. Does nothing for another device, or if transformers is loaded already."""
+    import torch
+
+    if "transformers" in sys.modules or not (device == "cpu" or (device == "auto" and not torch.cuda.is_available())):
+        return
+    torch.distributed.is_available = lambda: False
+    spec = find_spec(_COMPILER)
+    if _COMPILER in sys.modules or spec is None:
+        return
+    module = sys.modules[_COMPILER] = module_from_spec(spec)
+    module.__class__ = _Unloaded
+    import_module(_NEEDED)
+    del module.__path__
+    _import_unscanned()
+
+
+class _Unloaded(ModuleType):
+    """A stand-in for torch's compiler, until something other than its decorators is used."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _MARKS:
+            return _unmarked
+        if name.startswith("__") and name != "__path__":
+            raise AttributeError(name)
+        self.__class__ = ModuleType  # type: ignore[assignment]
+        assert self.__spec__ is not None and self.__spec__.loader is not None
+        self.__path__ = self.__spec__.submodule_search_locations or []
+        self.__spec__.loader.exec_module(self)
+        return getattr(self, name)
 
 
 def _unmarked(function: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Any:
     return _unmarked if function is None else function
-
-
-_COMPILER: dict[str, StandIns] = {
-    "torch._dynamo": dict.fromkeys(("allow_in_graph", "assume_constant_result", "disable"), lambda *_: _unmarked),
-    "torch._dynamo._trace_wrapped_higher_order_op": {"TransformGetItemToIndex": later},
-}
-"""Torch's compiler, and what transformers imports of it."""
-
-_PARTS: dict[str, StandIns] = {
-    "torch.testing": {},
-    "torch.distributions": {"constraints": submodule},
-    "torch.distributions.constraints": {},
-    "torch.hub": {},
-    "torch.optim": {},
-    "torch.nn.intrinsic": {},
-    "torch.nn.qat": {},
-    "torch.nn.quantizable": {},
-    "torch.nn.quantized": {},
-    "torch.quantization": {},
-    "torch.masked": {},
-    "torch.export": {},
-    "torch.func": {"vmap": later},
-    "torch._higher_order_ops": {"cond": later, "while_loop": later},
-    "torch._higher_order_ops.invoke_subgraph": {"NestedCompileRegionOptions": later},
-    "torch.distributed._meta_registrations": {},
-    "torch._meta_registrations": {},
-    "torch.fx": {"Proxy": later},
-    "torch.fx.traceback": {},
-    "torch._subclasses": {"FakeTensor": later},
-    "torch._subclasses.fake_tensor": {"FakeTensor": later},
-    "torch.nn.attention.flex_attention": {"BlockMask": later, "create_block_mask": later},
-    "torch.utils.checkpoint": {"checkpoint": later},
-}
-"""What torch imports at its start and runs no model with: half of the time of its import."""
-
-_OF_TRANSFORMERS: dict[str, StandIns] = {
-    "transformers.integrations.flex_attention": {"flex_attention_forward": later},
-}
-"""What transformers imports for models that are not run here."""
-
-_LIGHT = frozenset({"torch._dynamo", "torch._dynamo._trace_wrapped_higher_order_op", "torch.utils._device"})
-"""Modules of torch that are imported later and need no such part."""
-
-
-def without_compiler(device: str) -> None:
-    """For a process with one engine on this device: on the CPU, torch is imported without what runs no model, and
-    transformers loads neither torch's compiler nor its collective operations. Does nothing for another device, or if
-    transformers is loaded already."""
-    if "transformers" in sys.modules or device not in ("cpu", "auto"):
-        return
-    release = version("torch")
-    if "torch" not in sys.modules and release.startswith(_RELEASE) and (device == "cpu" or release.endswith("+cpu")):
-        parts = DeferredModules(_PARTS)
-        import torch
-        from torch._opaque_base import OpaqueBaseMeta
-
-        torch._C._set_generator_metaclass(OpaqueBaseMeta)  # one of the parts does the same
-        parts.watch("torch", light=_LIGHT)
-    import torch
-
-    if device == "auto" and torch.cuda.is_available():
-        return
-    torch.distributed.is_available = lambda: False
-    if "torch._dynamo" not in sys.modules:
-        DeferredModules(_COMPILER).watch("torch._dynamo", light=_COMPILER)
-        DeferredModules(_OF_TRANSFORMERS)
-    _import_unscanned()
 
 
 @contextmanager

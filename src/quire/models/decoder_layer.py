@@ -155,8 +155,10 @@ class FusedDecoder:
 
     def hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """What the last layer returns, `[T, hidden]`."""
-        table = self._embedding.__dict__["_parameters"]["weight"]  # the module takes twice as long
-        hidden: Tensor = (embedding(tokens, table) if self._is_table else self._embedding(tokens))[None]
+        if self._is_table:  # the module takes twice as long
+            hidden: Tensor = embedding(tokens, self._embedding.__dict__["_parameters"]["weight"])[None]
+        else:
+            hidden = self._embedding(tokens)[None]
         angles = self.angles.at(positions, hidden)
         if self.native.run(current_forward(), hidden[0], angles[0][0], angles[1][0]):
             return hidden[0]

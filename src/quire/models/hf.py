@@ -483,11 +483,7 @@ class _Unfilled(TorchFunctionMode):
         is_like = func is torch.empty_like and args and args[0].is_meta and args[0].is_contiguous()
         if is_like and kwargs.keys() <= {"device", "dtype"}:
             return torch.empty(args[0].shape, **{"dtype": args[0].dtype, "device": "meta"} | kwargs)
-        try:
-            return func(*args, **kwargs)
-        except NotImplementedError:  # an engine's process has not executed torch's kernels in Python
-            getattr(torch._meta_registrations, "activate_meta")  # noqa: B009
-            return func(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 @contextmanager

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from quire.kernels.native.decoder import MOST_ROWS
 from quire.kernels.native.products import NativeProduct, native_products
 
 _BARE = ("dt_proj", "kv_b_proj")
@@ -98,7 +97,7 @@ class Product:
             return torch.cat([layer(rows) for layer in self.layers], -1)
         wide, count = self.packed.dtype, rows.numel() // rows.shape[-1]
         given = rows if rows.dtype is wide else rows.to(wide)
-        if self.native is not None and count <= MOST_ROWS:
+        if self.native is not None and count <= self.native.most_rows:
             out = self.native.compute(given.contiguous())
         else:
             padded = padded_rows(count)

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.batch import PagedBatch
-from quire.kernels.native.decoder import MOST_ROWS, LayerParts, NativeLayers
+from quire.kernels.native.decoder import LayerParts, NativeLayers
 from quire.kernels.native.library import native
+from quire.kernels.native.products import MOST_ROWS
 from quire.memory.pool import Pool
 from quire.models.forward import Forward, RunningForward
 
@@ -61,7 +62,9 @@ class NativeDecoder:
         built = self._built.get(forward.pools[0])
         if built is None or not self._is_current(built, forward):
             built = self._built[forward.pools[0]] = self._build(forward, batches[0].backend)
-        if built.layers is None or batches[0].backend.native(len(self._layers)) is None:
+        if built.layers is None or count > built.layers.most_rows:
+            return False
+        if batches[0].backend.native(len(self._layers)) is None:
             return False
         built.layers.compute(hidden, cos, sin, batches)
         forward.ordinal += len(self._layers)

@@ -97,6 +97,15 @@ def test_products_with_and_without_tiles(tiles: bool, monkeypatch: pytest.Monkey
     path = build(texts, tmp_path)
     monkeypatch.setattr(products, "native", lambda: Native(ctypes.CDLL(str(path)), path))
     check_pairs()
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    kernels = ctypes.CDLL(str(path))
+    most = [
+        NativeProduct(
+            kernels, Panels(inputs=inputs, outputs=64, depth=64, width=32, format=dtype, rows_format=dtype)
+        ).most_rows
+        for inputs, dtype in ((64, 1), (62, 1), (62, 0))
+    ]
+    assert most == [64 if tiles else 4, 4, 64]  # oneDNN is faster where it has tiles and the library has none
 
 
 @needs_library

@@ -17,8 +17,6 @@ from quire.kernels.native.attention import KernelCall, NativeAttention
 from quire.kernels.native.products import FORMATS, NativeProduct, Panels
 from quire.kernels.terms import AttentionTerms
 
-MOST_ROWS = 64
-"""Rows up to which native products are at least as fast as oneDNN's, or within 10 % of them (decision 044)."""
 _P, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
 Norm = tuple[Tensor, float]
@@ -74,7 +72,7 @@ class _Pass(ctypes.Structure):
 
 class NativeLayers:
     """The layers of one model on its fields, in one dtype. Fields and weights stay where they are; the caller makes it
-    anew when they were replaced."""
+    anew when they were replaced. Up to `most_rows` its products are as fast as others."""
 
     def __init__(
         self,
@@ -85,6 +83,7 @@ class NativeLayers:
     ) -> None:
         self._decode = library.quire_decode
         self._decode.argtypes, self._decode.restype = (_P,), None
+        self.most_rows = min(product.most_rows for each in parts for product in each.products)
         self._kept = list(parts)  # whose tensors have addresses in `_layers`
         self._dtype = parts[0].norms[0][0].dtype
         layers = [self._layer(attention, *each) for each in zip(parts, fields, strict=True)]

@@ -78,6 +78,15 @@ extern "C" int quire_can_multiply(const Panels* of) {
     return of->width % W == 0 && of->width <= LARGEST && (pairs || of->format == F32);
 }
 
+extern "C" int quire_uses_tiles(const Panels* of) {
+#if defined(__AMX_BF16__)
+    return tiles::fit(*of);
+#else
+    (void)of;
+    return 0;
+#endif
+}
+
 extern "C" void quire_multiply(const Panels* of, const uint8_t* rows, uint8_t* out, int64_t count, int threads) {
     multiply(*of, rows, out, count, threads);
 }

@@ -12,6 +12,10 @@ from torch import Tensor
 from quire.kernels.native.library import native
 
 FORMATS = {torch.float32: 0, torch.bfloat16: 1}
+MOST_ROWS = 64
+"""Rows up to which native products are at least as fast as oneDNN's, or within 10 % of them (decision 044)."""
+_BESIDE_TILES = 4
+"""The same for products of vectors where oneDNN multiplies tiles."""
 _WIDTHS = (64, 48, 32, 24, 16, 8)
 _P, _I64, _I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
@@ -27,11 +31,15 @@ class Panels(ctypes.Structure):
 
 
 class NativeProduct:
-    """The product with the weights of a packed tensor, which the caller keeps, and with a bias."""
+    """The product with the weights of a packed tensor, which the caller keeps, and with a bias. Up to `most_rows` it is
+    as fast as oneDNN's."""
 
     def __init__(self, library: ctypes.CDLL, panels: Panels) -> None:
         self.panels = panels
         self._place = ctypes.addressof(panels)
+        is_beside = panels.format == FORMATS[torch.bfloat16] and torch.cpu._is_amx_tile_supported()
+        has_tiles = library.quire_uses_tiles(ctypes.byref(panels))
+        self.most_rows = _BESIDE_TILES if is_beside and not has_tiles else MOST_ROWS
         self._multiply: Any = library.quire_multiply
         self._multiply.argtypes, self._multiply.restype = (_P, _P, _P, _I64, _I32), None
 
