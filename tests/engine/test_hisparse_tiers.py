@@ -142,16 +142,16 @@ def test_a_prompt_of_100_tokens_takes_two_pages_of_64_and_28_more_tokens_none(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[int] = []
-    real = HostTokenToKVPoolAllocator.alloc_page
+    real = HostTokenToKVPoolAllocator.alloc_pages
 
-    def alloc_page(allocator: HostTokenToKVPoolAllocator, num_pages: int) -> Ids:
+    def alloc_pages(allocator: HostTokenToKVPoolAllocator, num_pages: int) -> Ids:
         if allocator is core.cache.pages:
             taken.append(num_pages)
         return real(allocator, num_pages)
 
     with latents_on_host():
         core = small(case.model, 64, num_tokens=512, max_num_batched_tokens=128)
-    monkeypatch.setattr(HostTokenToKVPoolAllocator, "alloc_page", alloc_page)
+    monkeypatch.setattr(HostTokenToKVPoolAllocator, "alloc_pages", alloc_pages)
     for num_written, expected in ((28, [2]), (29, [2, 1])):
         taken.clear()
         prompt = np.random.default_rng(num_written).integers(1, VOCAB_SIZE - 1, 100).tolist()

@@ -42,6 +42,7 @@ void panel(const Panels& of, int64_t begin, const uint8_t* rows, int64_t count, 
 }  // namespace
 
 void multiply(const Panels& of, const uint8_t* rows, uint8_t* out, int64_t count, int threads) {
+    if (!count) return;  // no shape of tiles has no rows
     static thread_local std::vector<float> wide;
     if (of.format != of.rows_format) {
         wide.resize(count * of.inputs);
