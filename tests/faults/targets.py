@@ -36,12 +36,9 @@ def wait_until(holds: Callable[[], object], seconds: float, what: str) -> None:
 
 
 def is_engine(process: psutil.Process) -> bool:
-    """Whether it runs steps: other children of a server track shared memory or tokenise. The first engine is a fork,
-    with its parent's command line."""
+    """Whether it runs steps: other children of a server track shared memory or tokenise."""
     with contextlib.suppress(psutil.Error):
-        words, parent = process.cmdline(), process.parent()
-        is_fork = parent is not None and words == parent.cmdline()
-        return process.status() != psutil.STATUS_ZOMBIE and (is_fork or any("spawn_main" in word for word in words))
+        return process.status() != psutil.STATUS_ZOMBIE and any("spawn_main" in word for word in process.cmdline())
     return False
 
 

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import sys
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
@@ -31,16 +30,12 @@ def serve(engine: EngineConfig, server: ServerConfig, *, as_json: bool) -> None:
     from quire.engine.before_load import check_model
 
     check_model(engine)  # before the imports that take seconds
-    from quire.client.process import LOG_FORMAT, EngineProcess, can_fork
+    from quire.client.process import LOG_FORMAT
     from quire.engine.lean_imports import without_torch
-
-    logging.basicConfig(level=server.log_level.upper(), format=LOG_FORMAT)
-    first = EngineProcess(engine, waits=True) if can_fork() else None  # before what only a server imports
-
-    from quire.client.async_engine import AsyncEngine
     from quire.plan.budget import format_bytes
     from quire.serve.server import serve as run
 
+    logging.basicConfig(level=server.log_level.upper(), format=LOG_FORMAT)
     console = Terminal(stderr=True)
     loading = console.status(f"Loading {engine.model_name} ...")
     if not as_json:
@@ -59,12 +54,9 @@ def serve(engine: EngineConfig, server: ServerConfig, *, as_json: bool) -> None:
 
     try:
         with without_torch():
-            start = partial(AsyncEngine.start, first=first)
-            exit_code = run(engine, server, on_ready=on_ready, on_progress=on_progress, start=start)
+            exit_code = run(engine, server, on_ready=on_ready, on_progress=on_progress)
     finally:
         loading.stop()
-        if first is not None:
-            first.stop(deadline_s=0)
     if exit_code:  # a signal during the start: a thread may still load the tokenizer, and would be waited for
         sys.stderr.flush()
         os._exit(exit_code)

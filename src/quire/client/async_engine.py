@@ -172,19 +172,19 @@ class AsyncEngine:
         *,
         tokenizer: ServingTokenizer | None = None,
         build: BuildCore = build_engine_core,
-        first: EngineProcess | None = None,
         stall_after_s: float = STALL_AFTER_S,
         on_progress: Progress | None = None,
         max_restarts: int = 0,
     ) -> AsyncEngine:
-        """Start the engine process, or let `first` begin, which waits; wait until it can serve. Raises the error of its
-        start. One that dies later is started again, at most `max_restarts` times in `RESTART_WINDOW_S`. By default the
-        configuration's tokenizer is used, loaded here while the process loads the weights. If both fail, the engine's
-        error is raised: such a model often has no tokenizer. `on_progress` is called while host memory is touched.
+        """Start the engine process and wait until it can serve. Raises the error that the engine raised at its start.
+        One that dies later is started again, at most `max_restarts` times in `RESTART_WINDOW_S`.
+
+        By default the configuration's tokenizer is used, loaded here while the process loads the weights. If both fail,
+        the engine's error is raised: a model that cannot run often has no tokenizer either. `on_progress` is called
+        while host memory is touched.
         """
         start_process = partial(EngineProcess, config, build=build)
-        process = first or await _made(start_process)
-        process.begin()
+        process = await _made(start_process)
         engine = cls(
             process,
             tokenizer,

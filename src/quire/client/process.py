@@ -1,7 +1,7 @@
 """An `EngineCore` in a process of its own, so that HTTP and tokenising never stall a step.
 
     parent                                 child
-    EngineProcess  --spawn | fork-->       build the core      --Ready | Died-->
+    EngineProcess.start  --spawn-->        build the core      --Ready | Died-->
     send(Ask | Abort | ...) --Channel-->   between two steps   --Outputs | Reply | Beat ...-->
 
 The child blocks in `poll` while it has no work, and ends when its parent does. One bad request, or one that cannot be
@@ -165,33 +165,18 @@ def build_engine_core(config: EngineConfig, progress: Progress) -> Core:
 
 
 class EngineProcess:
-    """The parent's end. Not thread-safe; an event loop may wait for `channel`: to read reports, to flush.
+    """The parent's end. Not thread-safe; an event loop may wait for `channel`: to read reports, to flush."""
 
-    With `waits` the child is a fork, which has what the parent has imported, and begins at `begin`: for a parent that
-    `can_fork`.
-    """
-
-    def __init__(self, config: EngineConfig, *, build: BuildCore = build_engine_core, waits: bool = False) -> None:
+    def __init__(self, config: EngineConfig, *, build: BuildCore = build_engine_core) -> None:
         self._stop_s = config.stop_seconds
         self.channel, other = Channel.pair()
-        given = (config, other, build, logging.getLogger().level)
-        gate, theirs = socket.socketpair() if waits else (None, None)
-        self._gate = gate
-        target, own = (_wait_and_run, (theirs, gate, self.channel)) if waits else (run_engine, ())
-        context: Any = multiprocessing.get_context("fork" if waits else "spawn")
-        self.process: BaseProcess = context.Process(
-            target=target, args=(*own, *given), name="quire-engine", daemon=True
+        self.process: BaseProcess = multiprocessing.get_context("spawn").Process(
+            target=run_engine, args=(config, other, build, logging.getLogger().level), name="quire-engine", daemon=True
         )
-        with other, theirs or contextlib.nullcontext(), _signals_blocked():
+        with other, _signals_blocked():
             self.process.start()
         # Runs at interpreter exit too, before multiprocessing would wait for a child that ignores SIGTERM.
         self._finalizer = weakref.finalize(self, _clean_up, self.process)
-
-    def begin(self) -> None:
-        """Let a child that `waits` build its core. One that has ended is noticed as any other."""
-        if self._gate is not None:
-            with self._gate, contextlib.suppress(OSError):
-                self._gate.send(b"b")
 
     def send(self, command: Command) -> bool:
         """Hand a command to the child; never blocks. Returns whether nothing is left for `channel.flush`."""
@@ -218,12 +203,6 @@ class EngineProcess:
                 logger.warning("the engine did not end within %g s and is killed", seconds)
         self._finalizer()
         self.channel.close()
-
-
-def can_fork() -> bool:
-    """Whether an engine can be a fork of this process: of one thread of Python, without torch, whose threads no fork
-    has. Those of numpy's library stop and begin again around a fork."""
-    return sys.platform == "linux" and threading.active_count() == 1 and "torch" not in sys.modules
 
 
 @contextlib.contextmanager
@@ -262,16 +241,6 @@ def run_engine(config: EngineConfig, end: socket.socket, build: BuildCore, log_l
     link.close()
     sys.stderr.flush()
     os._exit(exit_code)  # taking the interpreter and torch down would take seconds, and nothing has to be saved
-
-
-def _wait_and_run(gate: socket.socket, begins: socket.socket, channel: Channel, *given: Any) -> None:
-    """Main function of a fork: its parent's ends are closed, so that each notices that the other has ended."""
-    begins.close()
-    channel.close()
-    with gate:
-        if not gate.recv(1):
-            os._exit(0)
-    run_engine(*given)
 
 
 def _live_and_die_with_parent() -> None:
