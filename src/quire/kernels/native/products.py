@@ -15,7 +15,7 @@ FORMATS = {torch.float32: 0, torch.bfloat16: 1}
 MOST_ROWS = 64
 """Rows up to which native products are at least as fast as oneDNN's, or within 10 % of them (decision 044)."""
 _BESIDE_TILES = 4
-"""The same for products of vectors where oneDNN multiplies tiles."""
+"""Rows up to which products of vectors are, where oneDNN multiplies tiles."""
 _WIDTHS = (64, 48, 32, 24, 16, 8)
 _P, _I64, _I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
