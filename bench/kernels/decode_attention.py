@@ -1,6 +1,7 @@
-"""Attention of decode steps alone: its reads per second beside what this machine reads at most, by backend.
+"""Attention of steps alone: its reads per second beside what this machine reads at most, by backend.
 
     python -m bench.kernels.decode_attention                  all rows, on torch's default threads
+    python -m bench.kernels.decode_attention --prompts        chunks of prompts in place of decodes
     python -m bench.kernels.decode_attention --threads 1
     python -m bench.kernels.decode_attention --toy            small sizes, in seconds; fails if the backends differ
 
@@ -34,7 +35,7 @@ BACKENDS: tuple[BackendWord, ...] = ("native", "torch")
 
 @dataclass(frozen=True)
 class Case:
-    """One token of each of `sequences` of `context` tokens."""
+    """The last `rows` tokens of each of `sequences` of `context` tokens."""
 
     sequences: int
     context: int
@@ -42,6 +43,7 @@ class Case:
     kv_heads: int
     dim: int
     dtype: str
+    rows: int = 1
 
     @property
     def num_bytes(self) -> int:
@@ -49,8 +51,16 @@ class Case:
         return 2 * self.sequences * self.context * self.kv_heads * self.dim * getattr(torch, self.dtype).itemsize
 
 
-def cases(*, toy: bool) -> list[Case]:
+def cases(*, toy: bool, prompts: bool) -> list[Case]:
     """The rows of the table."""
+    if prompts:
+        chunks = ((64, 32),) if toy else ((640, 256), (2048, 2048), (4096, 512))
+        return [
+            Case(1, context, *head, dtype, rows)
+            for context, rows in chunks
+            for head in ((8, 4, 64), (32, 8, 128))
+            for dtype in ("float32", "bfloat16")
+        ]
     sizes = ((4, 64),) if toy else ((64, 1024), (16, 8192))
     heads = ((8, 4, 64), (32, 8, 128))
     return [Case(*size, *head, dtype) for size in sizes for head in heads for dtype in ("float32", "bfloat16")]
@@ -71,15 +81,16 @@ class Step:
         pools = [memory(pages + 1, PAGE, case.kv_heads, case.dim, dtype=dtype) for _ in "kv"]
         order = np.random.default_rng(0).permutation(pages) + 1
         self.frames = order.astype(np.int32).reshape(case.sequences, -1)
-        self.slots = self.frames[:, -1] * PAGE + PAGE - 1
+        last = np.arange(case.context - case.rows, case.context)
+        self.slots = (self.frames[:, last // PAGE] * PAGE + last % PAGE).ravel()
         self.fields = KVFields(*(PagedField(pool) for pool in pools))
-        self.query = torch.randn(case.sequences, case.heads, case.dim).to(dtype)
+        self.query = torch.randn(case.sequences * case.rows, case.heads, case.dim).to(dtype)
         self.case = case
 
     def batch(self, word: BackendWord) -> PagedBatch:
         """Of this step, on one backend."""
         return PagedBatch(
-            query_starts=np.arange(self.case.sequences + 1, dtype=np.int32),
+            query_starts=np.arange(self.case.sequences + 1, dtype=np.int32) * self.case.rows,
             context_lens=np.full(self.case.sequences, self.case.context, dtype=np.int32),
             frames=self.frames,
             slots=self.slots,
@@ -125,6 +136,7 @@ def measure(case: Case, repeats: int, backends: tuple[BackendWord, ...]) -> dict
 def main() -> None:
     """Measure, show and write."""
     parser = new_parser("Measure attention of decode steps beside the rate of reads.", toy="small sizes")
+    parser.add_argument("--prompts", action="store_true", help="measure chunks of prompts")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--backends", default=",".join(BACKENDS))
@@ -132,13 +144,13 @@ def main() -> None:
     torch.set_num_threads(options.threads or torch.get_num_threads())
     backends: Any = tuple(options.backends.split(","))
     rows = []
-    for case in cases(toy=options.toy):
+    for case in cases(toy=options.toy, prompts=options.prompts):
         rows.append(row := measure(case, 1 if options.toy else options.repeats, backends))
         said = ", ".join(
             f"{word} {row[f'{word}_ms']:.2f} ms ({row[f'{word}_share']:.0%} of reads)" for word in backends
         )
-        about = f"{case.sequences} x {case.context}, heads {case.heads}/{case.kv_heads} x {case.dim}, {case.dtype}"
-        print(f"{about}: {row['read_gb_s']:.1f} GB/s; {said}", flush=True)
+        about = f"{case.rows} of {case.sequences} x {case.context}, heads {case.heads}/{case.kv_heads} x {case.dim}"
+        print(f"{about}, {case.dtype}: {row['read_gb_s']:.1f} GB/s; {said}", flush=True)
     save(options.json, {"threads": torch.get_num_threads(), "rows": rows})
 
 

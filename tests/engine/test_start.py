@@ -35,6 +35,19 @@ def test_importing_quire_loads_no_torch(names: str) -> None:
     assert printed(f"{script}\nimport sys; print({{'torch', 'transformers'}} & set(sys.modules))") == "set()\n"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="another OpenMP")
+@pytest.mark.parametrize(
+    ("given", "spins"), [({}, "5000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "0")]
+)
+def test_threads_of_an_engine_soon_sleep(given: dict[str, str], spins: str) -> None:
+    """libgomp says what it has read. What the user has set stays."""
+    script = "from quire.engine.lean_imports import with_short_spins; with_short_spins(); import torch"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("GOMP", "OMP"))}
+    environment = kept | given | {"OMP_DISPLAY_ENV": "verbose"}
+    said = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, env=environment)
+    assert f"GOMP_SPINCOUNT = '{spins}'" in said.stderr
+
+
 def test_a_server_tokenises_without_torch() -> None:
     script = """
 import sys

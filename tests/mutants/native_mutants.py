@@ -26,7 +26,7 @@ def _changed(
         texts = with_tiles(with_pairs(sources())) if killer in ("native bfloat16", "native tiles") else sources()
         assert texts[source].count(right_text) == 1, f"the source of {name} has changed"
         texts[source] = texts[source].replace(right_text, wrong_text)
-        unit = source if source.endswith(".cpp") else "products.cpp" if source == "tiles.h" else "attention.cpp"
+        unit = source if source.endswith(".cpp") else "products.cpp" if killer == "native tiles" else "attention.cpp"
         if unit != "decoder.cpp":  # which calls the others
             texts = {each: text for each, text in texts.items() if each == unit or each.endswith(".h")}
         patch.setattr(library, "_FLAGS", tuple("-O1" if flag == "-O3" else flag for flag in library._FLAGS))
@@ -145,8 +145,8 @@ _changed(
 _changed(
     "heads_share_the_first_one",
     "all heads of a large task read the keys of its first head",
-    "unpack(task.head + head, tokens);",
-    "unpack(head, tokens);",
+    "multiply<false>(task.head + head,",
+    "multiply<false>(head,",
 )
 _changed(
     "a_run_goes_one_page_too_far",
@@ -209,6 +209,41 @@ _pairs(
     "in bfloat16, values of heads of 48 numbers are read as if they had 64",
     "format == BF16 && width % Paired::NUMBERS == 0",
     "format == BF16",
+    source="attention.cpp",
+)
+_pairs(
+    "a_tile_of_keys_is_read_again",
+    "where the CPU multiplies tiles, a score of a prompt counts the first 32 numbers of a key for all of them",
+    "right += ROWS * ldb",
+    "right += 0 * ROWS * ldb",
+    source="tiles.h",
+)
+_pairs(
+    "queries_of_two_tiles_are_the_same",
+    "where the CPU multiplies tiles, 16 rows of a prompt get the answers of the 16 before them",
+    "left + ROWS * lda, lda",
+    "left, lda",
+    source="tiles.h",
+)
+_pairs(
+    "tiles_keep_the_weight_of_smaller_peaks",
+    "where the CPU multiplies tiles, what a prompt's row added before a larger score came keeps its weight",
+    "+ d] *= factors[i];",
+    "+ d] *= 1;",
+    source="attention.cpp",
+)
+_pairs(
+    "the_last_tokens_fill_no_tile",
+    "where the CPU multiplies tiles, a prompt's row does not see the last tokens of a block",
+    "round_up(depth, tiles::DEPTH), width",
+    "int(depth / tiles::DEPTH * tiles::DEPTH), width",
+    source="attention.cpp",
+)
+_pairs(
+    "weights_of_two_halves_are_swapped",
+    "in bfloat16, 16 tokens have the weights of the 16 after them",
+    "narrowed(rough(i, t), rough(i, t + W))",
+    "narrowed(rough(i, t + W), rough(i, t))",
     source="attention.cpp",
 )
 

@@ -153,11 +153,12 @@ BuildCore = Callable[[EngineConfig, Progress], Core]
 
 def build_engine_core(config: EngineConfig, progress: Progress) -> Core:
     """The real core; imported here so that only the child loads torch, which takes longer than a refusal."""
+    from quire.engine.lean_imports import with_short_spins, without_compiler
+
+    with_short_spins()
     from quire.engine.tier_storage import open_tiers
 
     storage = open_tiers(config)
-    from quire.engine.lean_imports import without_compiler
-
     without_compiler(config.device)
     from quire.engine.core import EngineCore
 

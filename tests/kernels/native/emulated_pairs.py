@@ -15,10 +15,10 @@ _FUNCTIONS = """
 INLINE vf dot_pairs(vf sum, vu a, vu b) {
     return sum + widen(a) * widen(b) + as_float(a & 0xffff0000u) * as_float(b & 0xffff0000u);
 }
-INLINE vh narrowed(vf x) {
-    vh found;
-    for (int i = 0; i < W; i++) found[i] = to_bf16(x[i]);
-    return found;
+INLINE vu narrowed(vf low, vf high) {
+    uint16_t found[2 * W];
+    for (int i = 0; i < W; i++) found[i] = to_bf16(low[i]), found[W + i] = to_bf16(high[i]);
+    return load_as<vu>(found);
 }
 template <int HALF> INLINE vu paired(vu a, vu b) {
     typedef uint16_t vhh __attribute__((vector_size(W * 4)));

@@ -58,11 +58,11 @@ def check_native(seed: int, threads: int = 3) -> None:
 
 
 def check_narrow(seed: int, threads: int = 1) -> None:
-    """A step of decodes and short chunks in bfloat16, with odd numbers of tokens, and some options. Where the CPU
+    """A step of decodes and of chunks in bfloat16, with odd numbers of tokens, and some options. Where the CPU
     multiplies bfloat16, queries and weights are bfloat16 too."""
     rng = np.random.default_rng(seed)
     shape = NARROW[seed % len(NARROW)]
-    mix = [(int(rng.integers(3, 300)), count) for count in (1, 1, 2, 3)]
+    mix = [(count + int(rng.integers(2, 300)), count) for count in (1, 1, 2, 3, int(rng.integers(9, 150)))]
     before, threads_before = paged_case.BACKEND, torch.get_num_threads()
     paged_case.BACKEND = AttentionBackend("native")
     torch.set_num_threads(threads)

@@ -14,6 +14,7 @@ from quire.kernels.native.library import Native, build, native, sources
 from tests.changes import slow_unless_changed
 from tests.covering import each_of
 from tests.kernels.native.emulated_pairs import with_pairs
+from tests.kernels.native.emulated_tiles import with_tiles
 from tests.kernels.native.native_case import check_narrow, check_native
 from tests.kernels.paged_case import PagedCase, Shape
 
@@ -54,6 +55,15 @@ def test_narrower_vectors_give_the_same(march, monkeypatch, tmp_path):
 def test_pairs_of_bfloat16_give_the_same(monkeypatch, tmp_path):
     """On a CPU without AVX512-BF16 its instructions are emulated."""
     path = build(with_pairs(sources()), tmp_path)
+    monkeypatch.setattr(backend, "native", lambda: Native(ctypes.CDLL(str(path)), path))
+    for seed in range(12):
+        check_narrow(seed)
+
+
+@slow_unless_changed("src/quire/kernels/native/", "tests/kernels/native/")
+def test_tiles_of_bfloat16_give_the_same(monkeypatch, tmp_path):
+    """On a CPU without AMX its instructions are emulated."""
+    path = build(with_tiles(with_pairs(sources())), tmp_path)
     monkeypatch.setattr(backend, "native", lambda: Native(ctypes.CDLL(str(path)), path))
     for seed in range(12):
         check_narrow(seed)

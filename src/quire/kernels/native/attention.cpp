@@ -8,11 +8,13 @@
 #include <algorithm>
 #include <numeric>
 #include <omp.h>
+#include <optional>
 #include <vector>
 
 #include "call.h"
 #include "in_place.h"
 #include "products.h"
+#include "tiles.h"
 
 namespace {
 
@@ -224,14 +226,18 @@ class Worker {
 #if defined(__AVX512BF16__)
         auto pairs = [](int32_t format, int width) { return format == BF16 && width % Paired::NUMBERS == 0; };
         paired = in_place && pairs(call.query_format, dim) && pairs(call.key.format, dim) && pairs(call.value.format, value_dim);
+        step = paired ? 2 * W : W;
+#endif
+#if defined(__AMX_BF16__)
+        tiled = paired && dim % tiles::DEPTH == 0 && value_dim % tiles::DEPTH == 0 && tiles::are_allowed();
+        if (tiled) step = tiles::DEPTH;
 #endif
     }
 
     void run(const Task& task) {
         m = task.count * group;
-        m_up = round_up(m, 4);
         direct = in_place && m <= MOST_DIRECT;
-        narrow = direct && paired;
+        m_up = round_up(m, tiled && !direct ? 32 : 4);
         block = direct ? DIRECT : PACKED;
         size_t heads = task.heads, all = heads * m_up;
         float* at = scratch.take(all * (dim_up + value_up + 2) + m_up * (size_t(block) * (direct ? heads : 1) + 1) + (direct ? 0 : PACKED * (2 * dim_up + value_up)));
@@ -247,6 +253,10 @@ class Worker {
         int stop = call.slots ? int(most) : task.stop;
         if (!call.slots) read_pages(task, task.first, std::min(block, stop - task.first), next_places);
         const int begin = call.slots ? 0 : task.first;
+#if defined(__AMX_BF16__)
+        std::optional<tiles::Held> held;
+        if (tiled && !direct) held.emplace(tiles::ROWS);
+#endif
         for (int first = begin; first < stop; first += block) {
             int tokens = std::min(block, stop - first);
             num_next = std::clamp(stop - first - block, 0, block);
@@ -271,7 +281,8 @@ class Worker {
     int group, dim, value_dim, dim_up, value_up, m = 0, m_up = 0, block = 0;
     int key_bytes = 0;  // of a vector, where it is read in place
     bool in_place, direct = false;
-    bool paired = false, narrow = false;  // bfloat16 is multiplied as it is, where it is read in place
+    bool paired = false, tiled = false;  // bfloat16 is multiplied as it is, many queries by tiles
+    int step = W;  // tokens of a block are filled up to its multiples
     float *queries, *outs, *scores, *rows, *columns, *values, *tops, *totals, *factors;
     Place places[PACKED], next_places[PACKED];
     const Place *found, *found_next;  // places of the tokens of this block and of the next one
@@ -291,10 +302,10 @@ class Worker {
                 if (i < m) {
                     int row = plan.rows[task.rows_at + i / group], which = (task.head + head) * group + i % group;
                     const uint8_t* from = call.query + row * call.query_row + which * call.query_head;
-                    if (narrow) std::memcpy(to, from, 2 * dim);
+                    if (paired) std::memcpy(to, from, 2 * dim);
                     else decode(from, call.query_format, dim, to);
                 }
-                if (narrow && i < m) continue;
+                if (paired && i < m) continue;
                 std::fill(to + (i < m ? dim : 0), to + dim_up, 0.0f);
             }
     }
@@ -350,7 +361,7 @@ class Worker {
         }
         for (int i = 0; i < tokens && is_first; i++) prefetch(key_at[i], task.heads * key_bytes);
 #if defined(__AVX512BF16__)
-        if (narrow) return score<Paired>(task, tokens);
+        if (paired) return score<Paired>(task, tokens);
 #endif
         switch (key.format) {
         case F32: return score<Widened<float>>(task, tokens);
@@ -363,18 +374,12 @@ class Worker {
         const float* query = queries + head * m_up * int64_t(dim_up);
         float *out = outs + head * m_up * int64_t(value_up), *top = tops + head * m_up, *total = totals + head * m_up;
         float* weights = scores + (direct ? head * m_up * int64_t(block) : 0);
-        if (!direct) {
-            unpack(task.head + head, tokens);
-            product<Singles, false>(m, query, dim_up, columns, PACKED, dim, round_up(tokens, W), weights, block, nullptr);
-        }
+        if (!direct) multiply<false>(task.head + head, tokens, query, weights);
         if (masks) mask(task, first, tokens, weights);
         soften(tokens, top, total, weights);
-        if (!direct) {
-            product<Singles, true>(m, weights, block, values, value_up, tokens, value_up, out, value_up, factors);
-            return;
-        }
+        if (!direct) return multiply<true>(task.head + head, tokens, weights, out);
 #if defined(__AVX512BF16__)
-        if (narrow) return weigh<Paired>(head, tokens, weights, out);
+        if (paired) return weigh<Paired>(head, tokens, weights, out);
 #endif
         switch (call.value.format) {
         case F32: return weigh<Widened<float>>(head, tokens, weights, out);
@@ -382,6 +387,52 @@ class Worker {
         default: weigh<Widened<f16>>(head, tokens, weights, out);
         }
     }
+
+    // Scores of all queries, or values times weights added to `to`, from keys or values that are unpacked first.
+    template <bool WEIGHS> void multiply(int head, int tokens, const float* left, float* to) {
+        int depth = WEIGHS ? tokens : dim, width = WEIGHS ? value_up : round_up(tokens, step);
+        int64_t row = WEIGHS ? block : dim_up, right_row = WEIGHS ? value_up : PACKED, to_row = WEIGHS ? value_up : block;
+        const float *right = WEIGHS ? values : columns, *by = WEIGHS ? factors : nullptr;
+#if defined(__AVX512BF16__)
+        if (paired) {
+            WEIGHS ? pair_values(head, tokens) : pair_keys(head, tokens);
+#if defined(__AMX_BF16__)
+            if (tiled) {
+                for (int i = 0; i < m && WEIGHS; i++)
+                    for (int d = 0; d < width; d++) to[i * int64_t(to_row) + d] *= factors[i];
+                return tiles::product<WEIGHS>(m_up, left, 4 * row, right, 4 * right_row, round_up(depth, tiles::DEPTH), width, to, 4 * to_row);
+            }
+#endif
+            return product<Doubles, WEIGHS>(m, (const uint16_t*)left, 2 * row, (const uint16_t*)right, right_row, depth, width, to, to_row, by);
+        }
+#endif
+        if (!WEIGHS) unpack(head, tokens);
+        product<Singles, WEIGHS>(m, left, row, right, right_row, depth, width, to, to_row, by);
+    }
+
+#if defined(__AVX512BF16__)
+    // A block of keys as columns `[dim / 2, PACKED]` of pairs of numbers.
+    void pair_keys(int head, int tokens) {
+        const int pairs = dim / 2, up = round_up(tokens, step);
+        for (int i = 0; i < tokens; i++) std::memcpy(rows + i * pairs, call.key.at(found[i], head), 4 * pairs);
+        std::fill(rows + tokens * pairs, rows + up * pairs, 0.0f);
+        for (int i = 0; i < up; i += W)
+            for (int d = 0; d < pairs; d += W) transpose(rows + i * pairs + d, pairs, columns + d * int64_t(PACKED) + i, PACKED);
+    }
+
+    // A block of values as rows `[tokens / 2, value_dim]` of pairs of tokens.
+    void pair_values(int head, int tokens) {
+        auto numbers = [&](int i, int d) { return i < tokens ? load_as<vu>(call.value.at(found[i], head) + 2 * d) : vu{}; };
+        for (int i = 0; i < round_up(tokens, step); i += 2) {
+            float* to = values + i / 2 * int64_t(value_up);
+            for (int d = 0; d < value_dim; d += 2 * W) {
+                vu a = numbers(i, d), b = numbers(i + 1, d);
+                vu low = ::paired<0>(a, b), high = ::paired<1>(a, b);
+                std::memcpy(to + d, &low, sizeof low), std::memcpy(to + d + W, &high, sizeof high);
+            }
+        }
+    }
+#endif
 
     template <class P> void weigh(int head, int tokens, const float* weights, float* out) {
         Ahead ahead{next_at, head * call.key.head};
@@ -441,12 +492,12 @@ class Worker {
         int i = 0;
         for (; m - i > 2; i += 4) soften_rows<4>(i, tokens, top, total, scores);
         for (; i < m; i += 2) soften_rows<2>(i, tokens, top, total, scores);
-        for (i = m; i < m_up; i++) factors[i] = 0, std::fill_n(scores + i * int64_t(block), round_up(tokens, W), 0.0f);
+        for (i = m; i < m_up; i++) factors[i] = 0, std::fill_n(scores + i * int64_t(block), round_up(tokens, step), 0.0f);
     }
 
     // Weights of R rows, from the `at`-th on, in place of their scores. Rows are side by side: each waits for its own steps.
     template <int R> void soften_rows(int at, int tokens, float* top, float* total, float* scores) {
-        int up = round_up(tokens, W);
+        int up = round_up(tokens, step);
         float* score[R];
         vf found[R];
         UNROLL for (int i = 0; i < R; i++) {
@@ -454,29 +505,31 @@ class Worker {
             std::fill(score[i] + tokens, score[i] + up, NOTHING);
             found[i] = splat(NOTHING);
         }
-        for (int t = 0; t < up; t += W)
+        for (int t = 0; t < up && call.softcap != 0; t += W)
             UNROLL for (int i = 0; i < R; i++) {
-                vf given = load(score[i] + t), s = given * call.scale;
-                if (call.softcap != 0) s = choose(given == NOTHING, given, tanh_of(s / call.softcap) * call.softcap);
-                store(score[i] + t, s);
-                found[i] = larger(s, found[i]);
+                vf given = load(score[i] + t), s = tanh_of(given * call.scale / call.softcap) * call.softcap;
+                store(score[i] + t, choose(given == NOTHING, given, s));
             }
+        for (int t = 0; t < up; t += W)
+            UNROLL for (int i = 0; i < R; i++) found[i] = larger(load(score[i] + t), found[i]);
+        const float scale = call.softcap != 0 ? 1 : call.scale;  // greater than 0
         alignas(64) float bases[W];
-        vf before = load_some<R>(top + at), peak = larger(reduced<Largest, R>(found), before);
+        vf before = load_some<R>(top + at), peak = larger(reduced<Largest, R>(found) * scale, before);
         store(bases, choose(peak == NOTHING, vf{}, peak));
         vf factor = choose(before == NOTHING, vf{}, exp_of(before - load(bases)));
         UNROLL for (int i = 0; i < R; i++) found[i] = vf{};
-        for (int t = 0; t < up; t += W)
-            UNROLL for (int i = 0; i < R; i++) {
-                vf weight = exp_of(load(score[i] + t) - bases[i]);
 #if defined(__AVX512BF16__)
-                if (narrow) {
-                    auto bits = narrowed(weight);
-                    std::memcpy((uint16_t*)score[i] + t, &bits, sizeof bits);
-                    found[i] += widen(__builtin_convertvector(bits, vu));
-                    continue;
-                }
+        auto rough = [&](int i, int t) { return power_of_two(load(score[i] + t) * (scale * LOG2_E) - bases[i] * LOG2_E); };
+        for (int t = 0; t < up && paired; t += 2 * W)
+            UNROLL for (int i = 0; i < R; i++) {
+                vu both = narrowed(rough(i, t), rough(i, t + W));
+                std::memcpy((uint16_t*)score[i] + t, &both, sizeof both);
+                found[i] = dot_pairs(found[i], both, vu{} + 0x3f803f80u);  // times one
+            }
 #endif
+        for (int t = 0; t < up && !paired; t += W)
+            UNROLL for (int i = 0; i < R; i++) {
+                vf weight = exp_of(load(score[i] + t) * scale - bases[i]);
                 store(score[i] + t, weight);
                 found[i] += weight;
             }

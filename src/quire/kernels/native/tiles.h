@@ -74,6 +74,32 @@ inline void many_rows(const uint8_t* rows, int64_t row, const uint8_t* group, co
     _tile_stored(0, sums, to); _tile_stored(1, below, to); _tile_stored(2, sums + 16, to); _tile_stored(3, below + 16, to);
 }
 
+// C [m, columns] = A [m, depth] * B [depth / 2, columns] of pairs, or added to C. All are whole tiles, two by two; rows in bytes.
+template <bool ADD> void product(int m, const float* a, int64_t lda, const float* b, int64_t ldb, int depth, int columns, float* c, int64_t ldc) {
+    constexpr int SIDE = 2 * ROWS;
+    for (int j = 0; j < columns; j += SIDE)
+        for (int i = 0; i < m; i += SIDE) {
+            const uint8_t *left = (const uint8_t*)a + i * lda, *right = (const uint8_t*)(b + j);
+            uint8_t *to = (uint8_t*)(c + j) + i * ldc, *below = to + ROWS * ldc;
+            if (ADD) {
+                _tile_loadd(0, to, ldc); _tile_loadd(1, to + 64, ldc); _tile_loadd(2, below, ldc); _tile_loadd(3, below + 64, ldc);
+            } else {
+                _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+            }
+            for (int k = 0; k < depth; k += DEPTH, left += 2 * DEPTH, right += ROWS * ldb) {
+                _tile_loadd(4, left, lda);
+                _tile_loadd(6, right, ldb);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_loadd(7, right + 64, ldb);
+                _tile_dpbf16ps(1, 4, 7);
+                _tile_loadd(5, left + ROWS * lda, lda);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+            _tile_stored(0, to, ldc); _tile_stored(1, to + 64, ldc); _tile_stored(2, below, ldc); _tile_stored(3, below + 64, ldc);
+        }
+}
+
 // Outputs of `rows` [count, inputs]; `finish` gets sums [rows, 64], the first output and the first row of them.
 template <class Finish> void multiply(const Panels& of, const uint8_t* rows, int64_t count, int threads, Finish finish) {
     int64_t groups = (of.outputs + GROUP - 1) / GROUP, row = 2 * of.inputs, shape = count < ROWS ? count : ROWS;

@@ -23,6 +23,7 @@ constexpr int W = 4;
 constexpr int NV = 2;
 #endif
 constexpr int MR = 6;
+constexpr float LOG2_E = 1.44269504f;
 
 typedef float vf __attribute__((vector_size(W * 4)));
 typedef int32_t vi __attribute__((vector_size(W * 4)));
@@ -47,8 +48,9 @@ template <int N> INLINE vf load_some(const float* from) {
 INLINE void store(float* to, vf what) { std::memcpy(to, &what, sizeof what); }
 INLINE vf splat(float x) { return vf{} + x; }
 INLINE vf as_float(vu bits) { return (vf)bits; }
-INLINE vf choose(vi which, vf yes, vf no) { return (vf)((which & (vi)yes) | (~which & (vi)no)); }
-INLINE vf larger(vf a, vf b) { return choose(a > b, a, b); }
+INLINE vf choose(vi which, vf yes, vf no) { return which ? yes : no; }
+INLINE vf larger(vf a, vf b) { return choose(a > b, a, b); }  // b where one of them is NaN
+INLINE vf smaller(vf a, vf b) { return choose(a < b, a, b); }
 
 // -- numbers as they are stored
 
@@ -155,7 +157,7 @@ INLINE uint16_t to_f16(float x) {
 INLINE vf dot_pairs(vf sum, vu a, vu b) {  // each lane of `a` and `b` is a pair of bfloat16
     return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 }
-INLINE vh narrowed(vf x) { return (vh)_mm512_cvtneps_pbh((__m512)x); }
+INLINE vu narrowed(vf low, vf high) { return (vu)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low); }
 template <int HALF> INLINE vu paired(vu a, vu b) {  // numbers of one half of two rows, in turns
     typedef uint16_t vhh __attribute__((vector_size(W * 4)));
     vhh order;
@@ -165,8 +167,8 @@ template <int HALF> INLINE vu paired(vu a, vu b) {  // numbers of one half of tw
 #endif
 
 INLINE vf exp_of(vf x) {
-    vf bounded = choose(x < -87.3f, splat(-87.3f), choose(x > 88.0f, splat(88.0f), x));
-    vf shifted = bounded * 1.44269504f + 0x1.8p23f;
+    vf bounded = smaller(splat(88.0f), larger(splat(-87.3f), x));
+    vf shifted = bounded * LOG2_E + 0x1.8p23f;
     vf whole = shifted - 0x1.8p23f;
     vf rest = bounded - whole * 0.693359375f + whole * 2.12194440e-4f;
     vf found = splat(1.9875691500e-4f);
@@ -175,6 +177,13 @@ INLINE vf exp_of(vf x) {
     found = found * rest * rest + rest + 1.0f;
     vu power = ((vu)shifted + 127u) << 23;
     return choose(x < -87.3f, vf{}, found * as_float(power));
+}
+// To 13 bits, for what is rounded to bfloat16.
+INLINE vf power_of_two(vf x) {
+    vf shifted = x + 0x1.8p23f;
+    vf rest = x - (shifted - 0x1.8p23f);
+    vf found = ((rest * 5.517166876e-2f + 2.426111328e-1f) * rest + 6.932609864e-1f) * rest + 9.999280729e-1f;
+    return choose(x < -126.0f, vf{}, found * as_float(((vu)shifted + 127u) << 23));
 }
 INLINE vf tanh_of(vf x) { return 1.0f - 2.0f / (exp_of(x + x) + 1.0f); }
 
