@@ -31,7 +31,8 @@ def start_cpu_s(checkout: Path) -> float:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "quire", "serve", "--port", str(port)]
-    environment = os.environ | {"PYTHONPATH": str(checkout / "src")}
+    # As in an installed Quire, modules are compiled once: by the first start of a checkout.
+    environment = os.environ | {"PYTHONPATH": str(checkout / "src"), "PYTHONDONTWRITEBYTECODE": ""}
     quiet = subprocess.DEVNULL
     with subprocess.Popen(command, cwd=checkout, env=environment, stdout=quiet, stderr=quiet) as server:
         try:

@@ -6,8 +6,11 @@ from __future__ import annotations
 
 def main() -> None:
     """Entry point of the `quire` script."""
+    from quire.garbage import kept_imports
+
     try:
-        from quire.cli.app import app
+        with kept_imports():
+            from quire.cli.app import app
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise

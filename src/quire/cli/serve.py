@@ -14,6 +14,7 @@ from rich.text import Text
 
 from quire.cli.report import Terminal, named_rows, panel
 from quire.engine.config import EngineConfig
+from quire.garbage import kept_imports
 from quire.serve.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -30,10 +31,11 @@ def serve(engine: EngineConfig, server: ServerConfig, *, as_json: bool) -> None:
     from quire.engine.before_load import check_model
 
     check_model(engine)  # before the imports that take seconds
-    from quire.client.process import LOG_FORMAT
-    from quire.engine.lean_imports import without_torch
-    from quire.plan.budget import format_bytes
-    from quire.serve.server import serve as run
+    with kept_imports():
+        from quire.client.process import LOG_FORMAT
+        from quire.engine.lean_imports import without_torch
+        from quire.plan.budget import format_bytes
+        from quire.serve.server import serve as run
 
     logging.basicConfig(level=server.log_level.upper(), format=LOG_FORMAT)
     console = Terminal(stderr=True)

@@ -21,6 +21,7 @@ from quire.engine.config import EngineConfig, engine_config
 from quire.engine.messages import RetainRequest, prompt_bytes
 from quire.engine.tier_report import tiers_line
 from quire.errors import EngineDead, InvalidInput, QuireError
+from quire.garbage import late_collection
 from quire.memory.host_pool import Progress as OnProgress
 from quire.offload.deletion import Flushed
 from quire.offload.retention import Granted
@@ -65,7 +66,8 @@ class LLM:
     ) -> None:
         settings = {"model": model if model is not None else DEFAULT_MODEL, "target_itl_ms": "off"} | settings
         self.config: EngineConfig = engine_config(**settings)
-        from quire.engine.core import EngineCore  # torch and transformers take seconds
+        with late_collection():
+            from quire.engine.core import EngineCore  # torch and transformers take seconds
 
         with _host_memory_bar(shown=show_plan) as progress:
             self.engine = EngineCore(self.config, progress=progress, parts=parts)

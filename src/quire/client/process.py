@@ -61,6 +61,7 @@ from quire.engine.messages import (
 from quire.engine.outline import Outline
 from quire.engine.watchdog import Watchdog
 from quire.errors import EngineDead, InvalidInput, QuireError
+from quire.garbage import kept_imports
 from quire.loop.tenants import TenantState
 from quire.observe.explain import Explanation
 from quire.offload.deletion import Flushed
@@ -153,14 +154,15 @@ BuildCore = Callable[[EngineConfig, Progress], Core]
 
 def build_engine_core(config: EngineConfig, progress: Progress) -> Core:
     """The real core; imported here so that only the child loads torch, which takes longer than a refusal."""
-    from quire.engine.lean_imports import with_short_spins, without_compiler
+    with kept_imports():
+        from quire.engine.lean_imports import with_short_spins, without_compiler
 
-    with_short_spins()
-    from quire.engine.tier_storage import open_tiers
+        with_short_spins()
+        from quire.engine.tier_storage import open_tiers
 
-    storage = open_tiers(config)
-    without_compiler(config.device)
-    from quire.engine.core import EngineCore
+        storage = open_tiers(config)
+        without_compiler(config.device)
+        from quire.engine.core import EngineCore
 
     return EngineCore(config, storage=storage, progress=progress)
 
@@ -230,6 +232,7 @@ def run_engine(config: EngineConfig, end: socket.socket, build: BuildCore, log_l
     exit_code, is_ready = 0, False
     try:
         core = build(config, lambda done, total: link.report(Touched(done, total)))
+        gc.collect()
         gc.freeze()  # a collection of what was loaded takes the time of many steps
         link.report(core.ready())
         is_ready = True

@@ -120,7 +120,9 @@ class Settings(BaseModel):
     others, and have no option. Those that a class declares are in its own `GROUP`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), hide_input_in_errors=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), hide_input_in_errors=True, defer_build=True
+    )
 
     FOREIGN: ClassVar[Mapping[str, tuple[str, str]]] = {}
     ENVIRONMENT: ClassVar[bool] = False
