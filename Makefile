@@ -9,10 +9,11 @@ TORCH  := $(shell sed -n 's/^torch==//p' constraints.txt)
 LIBRARIES := nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1
 CHECK  := $(BIN)/ruff format --check -q . && $(BIN)/ruff check -q . && $(BIN)/mypy && $(BIN)/lint-imports
 LIVES  = $(if $(SEEDS),--seeds $(SEEDS),--seconds 30)
-# One process for each core, up to four: each collects all tests, which takes half a minute of CPU, and may run a server
-# and a model. A file's tests stay together and in order.
+# One process for each core, up to four: each collects all tests, which takes up to ten seconds of CPU, and may run a
+# server and a model. A file's tests stay together and in order.
 # Compiled modules are kept, whatever the environment says: processes that tests start import them again and again.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
+COLLECTS := echo "==> Collecting tests: some seconds of CPU for each process, and more the first time"
 WORKERS := -n $(shell n=$$(getconf _NPROCESSORS_ONLN || echo 2); echo $$((n < 4 ? n : 4))) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo test test-all fuzz bench docs picture check clean setup
@@ -42,10 +43,12 @@ demo: $(READY)   ## serve the bundled models and talk to them: reuse, eviction, 
 	@$(BIN)/python -m examples.demo
 
 test: $(READY)   ## the tests that are quick; mutants and long tests of what has changed, and a tenth of the others
+	@$(COLLECTS)
 	@$(PYTEST) -m "not slow and not gpu" --durations=10 $(WORKERS)
 
 test-all: $(READY)  ## everything: all mutants, the long stateful runs and the soak test included
 	-@$(PIP) -e ".[clients]" # their tests skip without them
+	@$(COLLECTS)
 	@QUIRE_RECOMPUTE_TOKENS=1 $(PYTEST) -m "not gpu" --durations=10 --timeout 1800 $(WORKERS)
 
 fuzz: $(READY)   ## random operations on tiny caches for a minute, all checks after each; SEEDS=1000 for so many lives

@@ -1,5 +1,6 @@
 """Settings of all tests: hypothesis draws the same examples each time, so that a failure repeats; files in order."""
 
+import gc
 import math
 import os
 
@@ -7,6 +8,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.durations import ROOT, Durations, kept
+from tests.progress import Progress
+
+# Collecting makes objects and hardly any garbage, and a look for garbage among all of them takes twice as long.
+gc.disable()
 
 # Tiny tensors: a second thread only waits for the first, and spins while it does. Servers under test inherit this.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -26,9 +31,21 @@ settings.load_profile("repeatable")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Durations(config))
+    config.pluginmanager.register(Progress(config))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first, and before them files whose seconds are not known."""
     seconds = kept()
     items.sort(key=lambda item: -seconds.get(item.path.relative_to(ROOT).as_posix(), math.inf))
+
+
+def pytest_collection_finish() -> None:
+    """From here on garbage is collected, and never looked for in modules and tests."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """At its end the interpreter takes all down, or libraries say what they have left."""
+    gc.unfreeze()

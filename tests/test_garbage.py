@@ -26,10 +26,10 @@ class Circle:
 
 @pytest.fixture(autouse=True)
 def _thawed() -> Iterator[None]:
-    gc.collect()
+    gc.unfreeze()  # what pytest collected: tests/conftest.py
     yield
     gc.enable()
-    gc.unfreeze()
+    gc.freeze()
 
 
 def made() -> weakref.ref[Circle]:

@@ -1,4 +1,4 @@
-"""When Python looks for garbage: not while modules are imported, which makes hardly any, and takes a fifth longer so."""
+"""When Python looks for garbage: not while modules are imported, which makes hardly any and takes a fifth longer so."""
 
 from __future__ import annotations
 

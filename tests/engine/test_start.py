@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -46,6 +47,16 @@ def test_threads_of_an_engine_soon_sleep(given: dict[str, str], spins: str) -> N
     environment = kept | given | {"OMP_DISPLAY_ENV": "verbose"}
     said = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, env=environment)
     assert f"GOMP_SPINCOUNT = '{spins}'" in said.stderr
+
+
+def test_settings_that_are_handed_over_need_no_validators() -> None:
+    script = """
+import pickle, sys
+config = pickle.loads(bytes.fromhex(sys.argv[1]))
+print(config.model_name, type(config).__pydantic_complete__)
+"""
+    command = [sys.executable, "-c", script, pickle.dumps(engine_config()).hex()]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "quire-bundled False\n"
 
 
 def test_a_server_tokenises_without_torch() -> None:
