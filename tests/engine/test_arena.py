@@ -15,13 +15,16 @@ from quire.engine.config import engine_config
 from quire.engine.core import EngineCore
 from quire.engine.device.runner import ModelRunner
 from quire.scheduler.sampling_params import SamplingParams
-from tests.changes import CORE, DEVICE, slow_unless_changed
+from tests.changes import CORE, DEVICE, TIERS, in_turns, slow_unless_changed
 from tests.engine.running import run
 
 MODELS = {"quire-bundled-window": "3500KiB", "quire-bundled-recurrent": "2MiB"}
 """Memory for a few requests, which swing between many short prompts and few long ones."""
 
 WATCHED = (*CORE, *DEVICE, "src/quire/canary/", "src/quire/plan/", "src/quire/spec/arena")
+WATCHED += (*TIERS, "src/quire/loop/", "tests/engine/test_arena")
+CASES = [(model, overlap != (at == 1)) for at, model in enumerate(MODELS) for overlap in (False, True)]
+"""Models, and whether steps overlap: each turn has both models."""
 
 
 def prompts(seed: int = 5) -> list[list[int]]:
@@ -73,18 +76,18 @@ def served(model: str, **settings: Any) -> CacheStatistics:
     return found
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("overlap", [False, True])
-def test_frames_move_and_tokens_stay(model: str, overlap: bool) -> None:
+@pytest.mark.parametrize("case", in_turns(CASES, 2, *WATCHED), ids=str)
+def test_frames_move_and_tokens_stay(case: tuple[str, bool]) -> None:
     """The canary looks at each cached frame after each step."""
+    model, overlap = case
     found = served(model, overlap=overlap, canary="all")
     assert found.moved_frames > 5 and sum(frames.dropped for frames in found.frames.values()) > 0
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("overlap", [False, True])
-def test_frames_move_beside_loads_and_saves(model: str, overlap: bool) -> None:
+@pytest.mark.parametrize("case", in_turns(CASES, 2, *WATCHED), ids=str)
+def test_frames_move_beside_loads_and_saves(case: tuple[str, bool]) -> None:
     """Pages leave the arena for host memory and come back, while others move."""
+    model, overlap = case
     core = engine(model, MODELS[model], overlap=overlap, canary="all", host_memory="64MiB", load="always")
     for name, seed in (("cold", 5), ("other", 6), ("warm", 5)):
         assert run(core, prompts(seed), params(), name) == expected(model, seed)

@@ -21,14 +21,14 @@ from quire.memory.allocator.id_pool import IdPool
 from quire.memory.host_pool import HostPool
 from quire.offload import host_resizing
 from quire.scheduler.sampling_params import SamplingParams
-from tests.changes import CORE, DEVICE, slow_unless_changed
+from tests.changes import CORE, DEVICE, TIERS, in_turns, slow_unless_changed
 from tests.engine.running import run
 
 MODELS = ("quire-bundled", "quire-bundled-window", "quire-bundled-recurrent")
 POOLS = [*((model, False) for model in MODELS), *((model, True) for model in MODELS[1:])]
 """Models, and whether their groups share an arena."""
 
-WATCHED = (*CORE, *DEVICE, "src/quire/loop/", "src/quire/memory/", "src/quire/plan/", "tests/engine/test_elastic")
+WATCHED = (*CORE, *DEVICE, *TIERS, "src/quire/loop/", "src/quire/plan/", "tests/engine/test_elastic")
 RANGE = {"quire-bundled": "1MiB..4MiB", "quire-bundled-window": "2MiB..6MiB", "quire-bundled-recurrent": "2MiB..6MiB"}
 
 
@@ -124,8 +124,9 @@ def swing(core: EngineCore, model: str, times: int, **settings: Any) -> None:
     assert done >= 2 * times
 
 
-@pytest.mark.parametrize(("model", "arena"), POOLS)
-def test_the_size_swings_under_load_and_tokens_stay(model: str, arena: bool) -> None:
+@pytest.mark.parametrize("pools", in_turns(POOLS, 2, *WATCHED), ids=str)
+def test_the_size_swings_under_load_and_tokens_stay(pools: tuple[str, bool]) -> None:
+    model, arena = pools
     core = engine(model, canary="all", arena=arena)
     assert arena == (core.plan.arena is not None)
     swing(core, model, 10)

@@ -21,10 +21,14 @@ from quire.sim.settings import SimulatedTiers
 from quire.spec.ids import Ids
 from quire.testing import ContentOracle
 from quire.testing.choices import Choices
+from tests.changes import CORE, SIMULATOR, TIERS, in_turns
 from tests.sim.arenas import arena_plan, arena_trace, run_arena_replay, shake
 from tests.sim.replays import COST
 
 KINDS = ({}, {"shakes": True}, {"tiers": True}, {"shakes": True, "tiers": True}, {"drafts": True, "shakes": True})
+
+NAMES = ["-".join(kind) or "plain" for kind in KINDS]
+WATCHED = (*SIMULATOR, *CORE, *TIERS, "tests/sim/")
 
 
 def check_replays(seeds: range, **kind: bool) -> None:
@@ -35,14 +39,14 @@ def check_replays(seeds: range, **kind: bool) -> None:
     assert min(happened[name] for name in ("moved", "hits", "evicted", "dropped")) > 10 * len(seeds)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=["-".join(kind) or "plain" for kind in KINDS])
+@pytest.mark.parametrize("kind", in_turns(KINDS, 2, *WATCHED), ids=NAMES)
 def test_frames_move_and_every_read_is_right(kind: dict[str, bool]) -> None:
     check_replays(range(4), **kind)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("kind", KINDS, ids=["-".join(kind) or "plain" for kind in KINDS])
+@pytest.mark.parametrize("kind", KINDS, ids=NAMES)
 def test_frames_move_and_every_read_is_right_for_long(kind: dict[str, bool]) -> None:
     check_replays(range(100, 300), **kind)
 

@@ -12,6 +12,7 @@ from quire.cache.resizing import Resizing
 from quire.errors import OutOfPages
 from quire.sim.device import SimulatedDevice
 from quire.spec.ids import Ids
+from tests.changes import CORE, SIMULATOR, TIERS, in_turns
 from tests.sim.resized import run_resized_replay
 
 KINDS = ({}, {"tiers": True}, {"drafts": True}, {"tiers": True, "drafts": True}, {"arena": True})
@@ -19,6 +20,7 @@ KINDS += ({"arena": True, "tiers": True}, {"arena": True, "drafts": True})
 TENANTS = ({}, {"tiers": True}, {"arena": True}, {"arena": True, "drafts": True}, {"arena": True, "tiers": True})
 KINDS += tuple({"tenants": True, **kind} for kind in TENANTS)
 NAMES = ["-".join(kind) or "plain" for kind in KINDS]
+WATCHED = (*SIMULATOR, *CORE, *TIERS, "tests/sim/")
 
 
 def check_replays(seeds: range, **kind: bool) -> None:
@@ -31,7 +33,7 @@ def check_replays(seeds: range, **kind: bool) -> None:
     assert min(happened[name] for name in events) > len(seeds) // 20
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=NAMES)
+@pytest.mark.parametrize("kind", in_turns(KINDS, 3, *WATCHED), ids=NAMES)
 def test_the_size_changes_and_every_read_is_right(kind: dict[str, bool]) -> None:
     check_replays(range(8), **kind)
 
