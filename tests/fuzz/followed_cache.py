@@ -21,7 +21,7 @@ from quire.observe.explain import FromPeer
 from quire.prefix.node import User
 from quire.spec.arena import ArenaLayout
 from quire.spec.events import CacheEvent, Namespace
-from quire.spec.ids import Ids
+from quire.spec.ids import Bools, Ids
 from quire.spec.pages import ALL_TOKENS
 from tests.clear import clear
 from tests.fuzz.device import Device, Step
@@ -210,6 +210,19 @@ class FollowedCache:
     def passing(self) -> FollowedCache:
         """What has `pass_by`."""
         return self
+
+    @property
+    def commits(self) -> bool:
+        """As the cache's passing."""
+        return self.cache.passing.commits
+
+    def is_due(self, num_steps: int, num_rows: int) -> bool:
+        """As the cache's passing."""
+        return self.cache.passing.is_due(num_steps, num_rows)
+
+    def frees(self, rows: Rows, num_pages: Lengths) -> Bools:
+        """As the cache's passing."""
+        return self.cache.passing.frees(rows, num_pages)
 
     def pass_by(self, batch: RunningBatch, places: Rows, num_pages: Lengths) -> Rows:
         """As the cache's."""

@@ -61,6 +61,19 @@ def a_state_is_left_one_page_on(patch: Patch) -> None:
     patch.setattr(StateGroup, "_checkpoint", lambda self, row, n, frame, rank: real(self, row, n + 1, frame, rank))
 
 
+@mutant("cache", field.STALE)
+def a_decode_forgets_that_its_frame_is_a_checkpoint(patch: Patch) -> None:
+    """A request writes its next token into another frame, and goes on in the old one, which others are to begin on."""
+    real = StateGroup._exchange
+
+    def exchange(group: StateGroup, places: Any, rows: Any, starts: Any, sources: Any) -> Any:
+        targets = real(group, places, rows, starts, sources)
+        group._frame[rows[places]] = sources[places]
+        return targets
+
+    patch.setattr(StateGroup, "_exchange", exchange)
+
+
 @mutant("cache", field.LEAK)
 def states_on_the_way_leak(patch: Patch) -> None:
     """A request that ends forgets the states that it had left on its way."""

@@ -148,6 +148,7 @@ class Admission:
         if not kv.shares:
             return False
         kv.marks.setdefault(num_pages, Rank.USED)
+        kv.last_mark = max(kv.last_mark, num_pages)
         return num_pages > kv.lease.num_pages or any(group.is_pending(row, num_pages) for group in self._states)
 
     def why_not(self, claim: Claim, more: Sequence[int] = ()) -> str:

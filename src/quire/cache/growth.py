@@ -145,10 +145,25 @@ class Growth:
         if not short and rooms:
             wanted = self._wanted(asking, rows, num_new, ends)
             short = not all(room.has(wanted) for room in rooms)
-        if short:
+        if short and not (ends is None and self._reclaim_for(rows, num_new, len(kvs))):
             self._offload.retention.expire()
             cause = _names_of(asking, self._rows.num_allocated[rows] % self._size == 0)
             self._until(lambda: self._wanted(asking, rows, num_new, ends), num_new, cause, waits=True)
+
+    def _reclaim_for(self, rows: Rows, num_new: int, num_rows: int) -> bool:
+        """Whether idle frames of windows, which are free now, are all that `num_new` pages of decodes lack. Of those
+        that were read past go what `num_rows` rows want in a page, else what they want in four steps: they are next."""
+        wanted = [(group, group.wanted(rows, num_new)) for group in self._parts.groups]
+        lacking = [(group, n) for group, n in wanted if n > group.num_free]
+        if self._rooms[0].is_shared or num_new > self._parts.pages.num_free_pages:
+            return False
+        if any(group.reach.whole or n > group.num_free + group.num_evictable for group, n in lacking):
+            return False
+        for group, n in lacking:
+            group.evict(max(n - group.num_free, num_rows), Rank.PASSED)
+            if n > group.num_free:
+                group.evict(max(n - group.num_free, 4 * num_rows // self._size))
+        return all(n <= group.num_free for group, n in lacking)
 
     def _is_bound(self) -> bool:
         """Whether those that ask may have less than what is free."""

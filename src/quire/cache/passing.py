@@ -15,6 +15,7 @@ import numpy as np
 from quire.cache.groups import NewPages, PagedGroup
 from quire.cache.running import Lengths, Rows, RunningBatch, RunningTables
 from quire.cache.states import GroupCache
+from quire.spec.ids import Bools
 
 
 class Passing:
@@ -30,13 +31,29 @@ class Passing:
         self._others = [group for group in partial if group not in self._windows]
         self._rows, self._retire = rows, retire
 
+    @property
+    def commits(self) -> bool:
+        """Whether a commit may free frames of running requests, beside those of windows."""
+        return any(group.may_free for group in self._others)
+
+    def is_due(self, num_steps: int, num_rows: int) -> bool:
+        """Whether windows of so many requests should move on, `num_steps` decodes after the last time: half of them
+        have passed a page, or they may want all frames that are left."""
+        late = num_steps >= self._rows.page_size // 2
+        return any(late or group.num_free + group.num_evictable < num_rows for group in self._windows)
+
+    def frees(self, rows: Rows, num_pages: Lengths) -> Bools:
+        """Per row, with `num_pages[i]` settled whole pages: whether only a commit frees its frames."""
+        found: Bools = np.zeros(len(rows), dtype=np.bool_)
+        for group in self._others:
+            found |= group.frees(rows, num_pages)
+        return found
+
     def pass_by(self, batch: RunningBatch, places: Rows, num_pages: Lengths) -> Rows:
         """The requests at these places have `num_pages[i]` settled whole pages, and compute no prompt: pages of one may
         give their frames to cached ones that have lost theirs. Returns those of which a commit frees other frames."""
         rows = batch.rows[places]
-        commits = np.zeros(len(rows), dtype=np.bool_)
-        for group in self._others:
-            commits |= group.frees(rows, num_pages)
+        commits = self.frees(rows, num_pages)
         if self._windows:
             some = (~commits).nonzero()[0]
             ends, kvs = num_pages[some], [batch.kvs[at] for at in places[some].tolist()]

@@ -86,6 +86,7 @@ class RequestKV:
     end: object | None = None  # what the eviction policy has of it, when it has ended (`RadixCache.ended`)
     is_held: bool = False  # a session holds it between two turns: no request runs in its row
     marks: dict[int, Rank] = field(default_factory=dict)  # where to store resume points, in pages, and their rank
+    last_mark: int = 0  # the largest of them
 
     @property
     def num_cached(self) -> int:
@@ -113,3 +114,4 @@ class RequestKV:
         """Mark the prompt's `end` and the end of its match, in pages, if these lie beyond `num_cached`."""
         ends = {end: Rank.MARKED, min(num_matched, end): Rank.USED}
         self.marks |= {place: rank for place, rank in ends.items() if place > num_cached}
+        self.last_mark = max(self.marks, default=0)

@@ -75,6 +75,7 @@ class StateGroup(GroupBase):
         # Checkpoints of each row for pages that are not settled.
         self._unsettled: list[list[Checkpoint]] = [[] for _ in range(max_requests)]
         self._oldest = np.full(max_requests, sys.maxsize)  # pages of the first of them
+        self._last: Rows | None = None  # rows of the last launch
         self._is_taking = False  # between `take` and `grow` or `untake`
 
     def would_pin(self, pages: Ids, evictable: int) -> int:
@@ -113,6 +114,8 @@ class StateGroup(GroupBase):
 
     def wanted(self, rows: Rows, num_new: int) -> int:
         """Allocate a frame for each row without one. If too few are left, rows use that of the page they begin on."""
+        if rows is self._last:
+            return 0  # launched rows have frames
         missing = rows[self._frame[rows] == 0]
         wanted = len(missing) * (1 + self._num_drafts)
         if not wanted:
@@ -140,7 +143,7 @@ class StateGroup(GroupBase):
         self._position[row] = len(pages) * self._page_size
 
     def take(self, rows: Rows, new_pages: Ids) -> None:
-        num_missing = len(rows) - int(np.count_nonzero(self._frame[rows]))
+        num_missing = 0 if rows is self._last else len(rows) - int(np.count_nonzero(self._frame[rows]))
         if num_missing:
             slots = self.frames.allocator
             slots.alloc_group_begin(min(num_missing * (1 + self._num_drafts), slots.available_size()))
@@ -178,30 +181,29 @@ class StateGroup(GroupBase):
         draws `draws[i]` tokens, by default one at most. After drafts, all but the first are its last tokens. `table`
         holds all rows of pages. With `stores`, frames may be stored for other requests."""
         starts = self._position[rows]
+        lengths = (ends - starts).astype(np.int32)
+        if rows is self._last and np.count_nonzero(lengths == 1) == len(rows):  # so there are no drafts
+            return self._next(kvs, rows, starts, lengths, table, stores=stores)
+        self._last = rows
         drafts = np.zeros(len(rows), np.int64)
         if draws is not None:
             drafts = np.minimum(np.maximum(draws - 1, drafts), self._num_drafts)  # a fifth of what `clip` costs
         ends = ends - drafts
-        sources = self._frame[rows]
         lengths = (ends - starts).astype(np.int32)
+        sources = self._frame[rows]
         grown = np.count_nonzero(lengths > 0) == np.count_nonzero(sources) == len(rows)
         assert grown, "a request was launched that had not grown"
         plain = (self._source[rows] == 0) & (starts > 0)
         plain &= drafts == 0
         self._position[rows] = ends
-        targets = sources.copy()
+        targets = sources
         if stores:
             filled = starts % self._page_size
             plain &= filled + lengths <= self._page_size
-            exchange = self._exchanges(kvs, rows, starts, plain & (filled == 0))
+            exchange = self._exchanges(kvs, rows, starts, (plain & (filled == 0)).nonzero()[0])
             plain &= filled > 0
-            if len(exchange):
-                at_end = rows[exchange]
-                targets[exchange] = self._frame[at_end] = self._previous_frame[at_end]
-                self._previous_frame[at_end] = sources[exchange]
-                self._previous_pages[at_end] = starts[exchange] // self._page_size
-                self._previous_rank[at_end] = Rank.USED
-                plain[exchange] = True
+            targets = self._exchange(exchange, rows, starts, sources)
+            plain[exchange] = True
         if np.count_nonzero(plain) == len(rows):
             return StatePieces(lengths, sources, targets), []
         cut: list[tuple[int, int, int]] = []
@@ -251,6 +253,11 @@ class StateGroup(GroupBase):
         if self._position[row] <= num_pages * self._page_size:
             return True  # the next step stores the frame there
         return any(each.num_pages == num_pages for each in self._unsettled[row])
+
+    @property
+    def may_free(self) -> bool:
+        """See `PagedGroup`."""
+        return int(self._oldest.min()) != sys.maxsize
 
     def frees(self, rows: Rows, num_pages: Lengths) -> Bools:
         return num_pages >= self._oldest[rows]
@@ -320,16 +327,43 @@ class StateGroup(GroupBase):
             checkpoint.frame = int(frame[0])
         return super().moved(sources, targets)
 
-    def _exchanges(self, kvs: Sequence[RequestKV], rows: Rows, starts: Lengths, at_end: Bools) -> Rows:
-        """Requests `at_end` of a page that only exchange their frame with an earlier checkpoint, as most decodes do."""
-        places = at_end.nonzero()[0]
+    def _next(
+        self, kvs: Sequence[RequestKV], rows: Rows, starts: Lengths, lengths: Ids, table: Ids, *, stores: bool
+    ) -> tuple[StatePieces, list[GroupRelease]]:
+        """As `launch` for the requests of the last call, if each computes one token: only those at the end of a page
+        may continue in another frame."""
+        released: list[GroupRelease] = []
+        sources = targets = self._frame[rows]
+        self._position[rows] = starts + 1
+        if stores and len(at_end := (starts % self._page_size == 0).nonzero()[0]):
+            exchange = self._exchanges(kvs, rows, starts, at_end)
+            targets = self._exchange(exchange, rows, starts, sources)
+            for at in np.setdiff1d(at_end, exchange).tolist() if len(exchange) < len(at_end) else ():
+                kv, start = kvs[at], int(starts[at])
+                ((_, _, targets[at]),) = self._pieces(kv, start, start + 1, stores=kv.shares)
+                if self._oldest[kv.row] <= kv.lease.num_pages:
+                    released += self._store(table[kv.row], self._pop_settled(kv.row, kv.lease.num_pages))
+        return StatePieces(lengths, sources, targets), released
+
+    def _exchange(self, places: Rows, rows: Rows, starts: Lengths, sources: Ids) -> Ids:
+        """Requests at these places continue in the frame of their earlier checkpoint. Returns the frames of all."""
+        targets, at_end = sources.copy(), rows[places]
+        targets[places] = self._frame[at_end] = self._previous_frame[at_end]
+        self._previous_frame[at_end] = sources[places]
+        self._previous_pages[at_end] = starts[places] // self._page_size
+        self._previous_rank[at_end] = Rank.USED
+        return targets
+
+    def _exchanges(self, kvs: Sequence[RequestKV], rows: Rows, starts: Lengths, places: Rows) -> Rows:
+        """Requests at the end of a page that only exchange their frame with an earlier checkpoint, as most decodes."""
         if not len(places):
             return places
         there = starts[places]
         usual = (there % self._interval != 0) & (self._previous_frame[rows[places]] != 0)
+        some = [kvs[at] for at in places.tolist()]
         pages = (there // self._page_size).tolist()
-        marked = [page in kvs[at].marks or not kvs[at].shares for at, page in zip(places.tolist(), pages, strict=True)]
-        found: Rows = places[usual & ~np.array(marked, dtype=np.bool_)]
+        plain = [kv.shares and kv.last_mark < page for kv, page in zip(some, pages, strict=True)]
+        found: Rows = places if all(plain) and np.count_nonzero(usual) == len(usual) else places[usual & plain]
         return found
 
     def _takeable(self, rows: Rows) -> Rows:

@@ -57,6 +57,9 @@ class TenantGrowth(Growth):
         more = np.subtract([*wanted, 0], [*least, 0])  # for checkpoints, which no floor gives way to
         return wanted if wanted == least or self._tenants.has_beside(self._claims, more) else least
 
+    def _reclaim_for(self, rows: Rows, num_new: int, num_rows: int) -> bool:
+        return False
+
     def _is_bound(self) -> bool:
         return bool(self._tenants.refusal(self._claims)) or any(self._tenants.overflows())
 

@@ -65,6 +65,7 @@ class Scheduler:
         self._leaders = Leaders(cache, self._rows)
         self._lacks_room = False  # for the first that waits
         self._quiet_at: tuple[int, ...] | None = None
+        self._late = 0  # decode steps since windows have moved on
         self._arrivals = 0
         self.num_preemptions = 0
 
@@ -170,6 +171,8 @@ class Scheduler:
         running = self._launchable()
         ready = self._rows.ready(running)
         decoding = None if ready is running.ones or np.count_nonzero(ready == 1) == len(running) else ready == 1
+        if looks or decoding is not None:  # they may want more frames than decodes
+            self._pass_late()
         self._grant_decodes(next_step, running, decoding)
         prompts = NO_ROWS if decoding is None else (ready > 1).nonzero()[0]
         if len(prompts) or self._waiting:
@@ -216,8 +219,14 @@ class Scheduler:
             return rows[:0]
         size = self._cache.page_size
         if step.is_decode:
+            self._late += 1
+            if passing.is_due(self._late, len(rows)):
+                self._pass_late()
+            if not passing.commits:
+                return rows[:0]
             at_end = (settled % size == 0).nonzero()[0]
-            return passing.pass_by(step.batch, at_end, settled[at_end] // size) if len(at_end) else at_end
+            found: Rows = at_end[passing.frees(rows[at_end], settled[at_end] // size)]
+            return found
         pages = settled // size
         whole = (pages > self._rows.committed[rows]) & (step.counts > np.maximum(step.draw_counts, 1))
         if admission.has_states:
@@ -226,6 +235,14 @@ class Scheduler:
             others = (~whole & (settled % size < step.counts)).nonzero()[0]  # those that may have filled a page
             whole[passing.pass_by(step.batch, others, pages[others])] = True
         return whole.nonzero()[0]
+
+    def _pass_late(self) -> None:
+        """Windows move on as far as has settled. While all decode, they do so every few steps, for all at once."""
+        if self._late:
+            self._late, running = 0, self._rows.together()
+            whole = self._rows.settled[running.rows] // self._cache.page_size
+            places = self._cache.passing.pass_by(running, running.units[:-1], whole)
+            self._commit([running.requests[at] for at in places.tolist()])
 
     def _commit(self, requests: Sequence[Request]) -> None:
         """Settled tokens of these requests can be reused."""
@@ -277,6 +294,7 @@ class Scheduler:
             else:
                 self._cache.reserve(decodes, self._rows.launched[decodes.rows] + self._per_step)
         except OutOfPages:
+            self._pass_late()
             self._rows.drafts.remove(decodes.rows)
             self._grant(next_step, decodes.requests, decodes.ones.tolist())
         else:

@@ -255,7 +255,7 @@ class ModelRunner:
     def _batches(self, step: Step) -> list[PagedBatch | StateBatch]:
         """Where each group's frames for this step are."""
         requests, ends, cache = step.batch, step.ends, self._cache
-        slots = cache.rows.slots_in(self._following, requests, step.starts, ends)
+        slots = cache.rows.slots_in(self._following, requests, step.starts, None if step.is_decode else ends)
         width = pages_for(int(np.maximum.reduce(ends, initial=1)), cache.page_size)
         query_starts, context_lens = step.offsets.astype(np.int32), ends.astype(np.int32)
         found: list[PagedBatch | StateBatch] = []
