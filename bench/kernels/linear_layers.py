@@ -2,6 +2,7 @@
 
     python -m bench.kernels.linear_layers --threads 1
     python -m bench.kernels.linear_layers --threads 2 --rows 1 16 64
+    python -m bench.kernels.linear_layers --streamed          layers in turn, whose weights no cache holds
     python -m bench.kernels.linear_layers --toy               one burst of few rows; fails if the alternatives differ
 
 Alternatives take turns in short bursts, and the shortest burst of each counts. With one thread it is CPU time, so that
@@ -73,6 +74,39 @@ def _is_close(found: Tensor, wanted: Tensor) -> bool:
     return bool((found.float() - wanted.float()).norm() <= CLOSE[found.dtype] * wanted.float().norm())
 
 
+def stream(dtype: torch.dtype, every: tuple[int, ...], layers: int) -> None:
+    """Print milliseconds for the products of all layers in turn, by rows, and for reading as many bytes."""
+    sizes = [size for name, size in LARGER.items() if name != "output"] * layers
+    weights = [(torch.randn(out, width) / width**0.5).to(dtype) for width, out in sizes]
+    packed = [torch.ops.mkldnn._reorder_linear_weight(weight, 64) for weight in weights]
+    rows = torch.randn(4, max(width for width, _ in sizes)).to(dtype)
+    native = []
+    for weight, kept in zip(weights, packed, strict=True):
+        some, (out, width) = rows[:, : weight.shape[1]].contiguous(), weight.shape
+        found = native_products(kept, None, width, out)
+        native.append(next(each for each in found if _is_close(each.compute(some), linear(some, weight))))
+    flat = torch.zeros(sum(weight.nbytes for weight in weights) // 4)
+
+    def best(way: Callable[[], object]) -> float:
+        found = float("inf")
+        for _ in range(BURSTS):
+            began = time.perf_counter()
+            way()
+            found = min(found, time.perf_counter() - began)
+        return found * 1e3
+
+    print(f"| {str(dtype)[6:]} | read {flat.nbytes >> 20} MiB | | {best(flat.sum):.2f} |", flush=True)
+    multiply = torch.ops.mkldnn._linear_pointwise.default
+    for count in every:
+        inputs = [torch.randn(count, width).to(dtype) for width, _ in sizes]
+        ours, theirs = list(zip(native, inputs, strict=True)), list(zip(packed, inputs, strict=True))
+        found = (
+            best(lambda products=theirs: [multiply(given, each, None, "none", [], "") for each, given in products]),
+            best(lambda products=ours: [each.compute(given) for each, given in products]),
+        )
+        print(f"| {str(dtype)[6:]} | {count} rows | {found[0]:.2f} | {found[1]:.2f} |", flush=True)
+
+
 @torch.inference_mode()
 def main() -> None:
     """Measure and print a table in Markdown, in microseconds."""
@@ -80,8 +114,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rows", type=int, nargs="+")
     parser.add_argument("--toy", action="store_true", help="one burst of few rows")
+    parser.add_argument("--streamed", action="store_true", help="layers in turn, whose weights no cache holds")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.streamed:
+        print("| dtype | | packed 64, ms | native, ms |\n|---|---|---|---|")
+        for dtype in (torch.float32, torch.bfloat16):
+            stream(dtype, tuple(options.rows or (1, 4, 8, 16, 32, 64)), 1 if options.toy else 12)
+        return
     bursts = 1 if options.toy else BURSTS
     every = options.rows or ((1, 5) if options.toy else ROWS)
     clock = time.thread_time if options.threads == 1 else time.perf_counter

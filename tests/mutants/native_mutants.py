@@ -26,7 +26,13 @@ def _changed(
         texts = with_tiles(with_pairs(sources())) if killer in ("native bfloat16", "native tiles") else sources()
         assert texts[source].count(right_text) == 1, f"the source of {name} has changed"
         texts[source] = texts[source].replace(right_text, wrong_text)
-        unit = source if source.endswith(".cpp") else "products.cpp" if killer == "native tiles" else "attention.cpp"
+        unit = (
+            source
+            if source.endswith(".cpp")
+            else "products.cpp"
+            if killer in ("native tiles", "native products")
+            else "attention.cpp"
+        )
         if unit != "decoder.cpp":  # which calls the others
             texts = {each: text for each, text in texts.items() if each == unit or each.endswith(".h")}
         patch.setattr(library, "_FLAGS", tuple("-O1" if flag == "-O3" else flag for flag in library._FLAGS))
@@ -53,6 +59,13 @@ _products(
     "outputs beyond the last whole panel of a product are what the memory had",
     "begin < of.outputs; begin += of.width",
     "begin < std::max(of.width, of.outputs - of.width + 1); begin += of.width",
+)
+_products(
+    "all_passes_read_the_same_rows",
+    "in products of more than 12 rows, rows after the first get the outputs of the first ones",
+    "a + i * int64_t(depth), depth, b, wide",
+    "a, depth, b, wide",
+    source="products.h",
 )
 _tiles = partial(_changed, source="tiles.h", killer="native tiles")
 _tiles(

@@ -28,15 +28,18 @@ void finish(const Panels& of, int64_t begin, int64_t columns, float* sums, int64
     }
 }
 
+template <class P> void panel(const Panels& of, int64_t begin, const uint8_t* rows, int64_t count, float* sums) {
+    int m = int(count), depth = int(of.inputs), width = int(of.width);
+    auto left = (const typename P::Number*)rows, right = (const typename P::Number*)of.weights + begin * of.depth;
+    if (width == NV * W && m > 2 * MR) return many_rows<P>(m, left, depth, right, sums);
+    product<P, false>(m, left, depth, right, width, depth, width, sums, width, nullptr);
+}
+
 void panel(const Panels& of, int64_t begin, const uint8_t* rows, int64_t count, float* sums) {
-    const uint8_t* weights = of.weights + begin * of.depth * (of.format == F32 ? 4 : 2);
-    int depth = int(of.inputs), width = int(of.width);
 #if defined(__AVX512BF16__)
-    if (of.format == BF16)
-        product<Doubles, false>(int(count), (const uint16_t*)rows, depth, (const uint16_t*)weights, width, depth, width, sums, width, nullptr);
+    if (of.format == BF16) return panel<Doubles>(of, begin, rows, count, sums);
 #endif
-    if (of.format == F32)
-        product<Singles, false>(int(count), (const float*)rows, depth, (const float*)weights, width, depth, width, sums, width, nullptr);
+    panel<Singles>(of, begin, rows, count, sums);
 }
 
 }  // namespace

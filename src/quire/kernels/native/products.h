@@ -1,6 +1,8 @@
 // Products whose sums stay in registers: of float32, and of pairs of bfloat16 where the CPU has such products.
 #pragma once
 
+#include <algorithm>
+
 #include "vectors.h"
 
 struct Singles {  // a vector of B has W numbers of one row of it
@@ -18,13 +20,15 @@ struct Doubles {  // a vector of B has W pairs: the numbers of two rows of it
 };
 #endif
 
-// C [m, columns] = A [m, depth] * B [depth, columns], or added to C times a factor per row.
-template <class P, int M, int N, bool ADD>
-void tile(const typename P::Number* a, int64_t lda, const typename P::Number* b, int64_t ldb, int depth, float* c, int64_t ldc, const float* factors) {
+// C [M, N * W] = A [M, depth] * B [depth, N * W], or added to C times a factor per row. For each step of the depth, LINES of 64 bytes of
+// what is read next are fetched, a row of B apart.
+template <class P, int M, int N, bool ADD, int LINES>
+void tile(const typename P::Number* a, int64_t lda, const typename P::Number* b, int64_t ldb, int depth, float* c, int64_t ldc, const float* factors, const uint8_t* next) {
     vf sum[M][N];
     UNROLL for (int i = 0; i < M; i++)
         UNROLL for (int j = 0; j < N; j++) sum[i][j] = ADD ? load(c + i * ldc + j * W) * factors[i] : vf{};
     for (int k = 0; k < depth; k += P::DEPTH) {
+        UNROLL for (int line = 0; line < LINES; line++) __builtin_prefetch(next + (k / P::DEPTH * LINES + line) * 64, 0, 2);
         typename P::Vector right[N];
         UNROLL for (int j = 0; j < N; j++) right[j] = load_as<typename P::Vector>(b + k * ldb + j * W * P::DEPTH);
         UNROLL for (int i = 0; i < M; i++)
@@ -33,24 +37,35 @@ void tile(const typename P::Number* a, int64_t lda, const typename P::Number* b,
     UNROLL for (int i = 0; i < M; i++)
         UNROLL for (int j = 0; j < N; j++) store(c + i * ldc + j * W, sum[i][j]);
 }
+template <class P, int N, bool ADD, int LINES>
+void rows(int m, const typename P::Number* a, int64_t lda, const typename P::Number* b, int64_t ldb, int depth, float* c, int64_t ldc, const float* factors, const uint8_t* next) {
+    switch (m) {
+    case 1: return tile<P, 1, N, ADD, LINES>(a, lda, b, ldb, depth, c, ldc, factors, next);
+    case 2: return tile<P, 2, N, ADD, LINES>(a, lda, b, ldb, depth, c, ldc, factors, next);
+    case 3: return tile<P, 3, N, ADD, LINES>(a, lda, b, ldb, depth, c, ldc, factors, next);
+    case 4: return tile<P, 4, N, ADD, LINES>(a, lda, b, ldb, depth, c, ldc, factors, next);
+    case 5: return tile<P, 5, N, ADD, LINES>(a, lda, b, ldb, depth, c, ldc, factors, next);
+    default: tile<P, MR, N, ADD, LINES>(a, lda, b, ldb, depth, c, ldc, factors, next);
+    }
+}
 template <class P, bool ADD, int N = NV>
 void product(int m, const typename P::Number* a, int64_t lda, const typename P::Number* b, int64_t ldb, int depth, int columns, float* c, int64_t ldc, const float* factors) {
     for (; columns >= N * W; columns -= N * W, b += N * W * P::DEPTH, c += N * W)
-        for (int i = 0; i < m; i += MR) {
-            const typename P::Number* left = a + i * lda;
-            const float* by = ADD ? factors + i : nullptr;
-            float* to = c + i * ldc;
-            switch (m - i) {
-            case 1: tile<P, 1, N, ADD>(left, lda, b, ldb, depth, to, ldc, by); break;
-            case 2: tile<P, 2, N, ADD>(left, lda, b, ldb, depth, to, ldc, by); break;
-            case 3: tile<P, 3, N, ADD>(left, lda, b, ldb, depth, to, ldc, by); break;
-            case 4: tile<P, 4, N, ADD>(left, lda, b, ldb, depth, to, ldc, by); break;
-            case 5: tile<P, 5, N, ADD>(left, lda, b, ldb, depth, to, ldc, by); break;
-            default: tile<P, MR, N, ADD>(left, lda, b, ldb, depth, to, ldc, by);
-            }
-        }
+        for (int i = 0; i < m; i += MR) rows<P, N, ADD, 0>(std::min(m - i, MR), a + i * lda, lda, b, ldb, depth, c + i * ldc, ldc, ADD ? factors + i : nullptr, nullptr);
     if constexpr (N > 1)
         if (columns) product<P, ADD, N - 1>(m, a, lda, b, ldb, depth, columns, c, ldc, factors);
+}
+
+// C [m, NV * W] of a panel B [depth, NV * W] and more than two tiles of rows. Passes over it fetch the panel that follows: a pass that does not
+// would leave memory idle.
+template <class P> void many_rows(int m, const typename P::Number* a, int depth, const typename P::Number* b, float* c) {
+    constexpr int wide = NV * W, lines = wide * P::DEPTH * sizeof(*b) / 64;
+    const int passes = (m + MR - 1) / MR, most = (m + passes - 1) / passes, share = (lines + passes - 1) / passes;
+    const auto next = (const uint8_t*)(b + int64_t(depth) * wide);
+    for (int i = 0, line = 0; i < m; i += most, line += share) {
+        auto some = line >= lines ? rows<P, NV, false, 0> : share > 1 ? rows<P, NV, false, 2> : rows<P, NV, false, 1>;
+        some(std::min(most, m - i), a + i * int64_t(depth), depth, b, wide, depth, c + i * wide, wide, nullptr, next + line * (depth / P::DEPTH) * 64);
+    }
 }
 
 struct Panels {  // weights as oneDNN packs them: a panel has `depth` inputs of `width` outputs, in bfloat16 by pairs of inputs
