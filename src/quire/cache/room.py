@@ -193,7 +193,7 @@ class SharedRoom(Room):
         return self.arena.lack(self.arena.extents_with([wanted[group.index] for group in self.groups])) <= 0
 
     def make_way(self, wanted: Frames) -> Move | None:
-        move = self.arena.make_way([wanted[group.index] for group in self.groups])
+        move = None if self.has(wanted) else self.arena.make_way([wanted[group.index] for group in self.groups])
         if move is not None:
             fixed = self._fixed(move.group)
             assert fixed is not None and not np.isin(move.sources, fixed).any(), "a frame was moved that must stay"

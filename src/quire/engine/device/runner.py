@@ -125,6 +125,7 @@ class ModelRunner:
         self._following = [at for at, group in enumerate(cache.groups) if not group.reach.in_place]
         self._asked: list[Builds | None] = [None] * len(pools)  # what layers derived from the batches of the last step
         self._slots: dict[int, Pieces] = {}  # key: group, once drafts were moved
+        self._frames: dict[int, list[tuple[Pieces, int]]] = {}  # once frames were, with how many move at once
         self._upload = Upload(device, 1 << 16)
         self._inference = torch.inference_mode()
         rows, width = cache.plan.max_requests, cache.plan.pages_per_row
@@ -227,11 +228,12 @@ class ModelRunner:
     def move_frames(self, group: int, sources: Ids, targets: Ids) -> None:
         """Copy frames of a group behind all launched steps, through at most `MOVE_BYTES`. No frame is among both.
         Raises OutOfPages if the device lacks these: then nothing counts as moved."""
-        frames = self.pools[group].rows
+        if group not in self._frames:
+            rows = self.pools[group].rows
+            parts = [rows[None, :, None, at : at + MOVE_BYTES] for at in range(0, rows.shape[1], MOVE_BYTES)]
+            self._frames[group] = [(Pieces.of([(0, each)], each.shape[3]), MOVE_BYTES // each.shape[3]) for each in parts]
         try:
-            for at in range(0, frames.shape[1], MOVE_BYTES):
-                part = frames[:, at : at + MOVE_BYTES]
-                pieces, some = Pieces.of([(0, part[None, :, None])], part.shape[1]), MOVE_BYTES // part.shape[1]
+            for pieces, some in self._frames[group]:
                 for start in range(0, len(sources), some):
                     both = (each[start : start + some].astype(np.int64) for each in (sources, targets))
                     self.backend.moves.move(pieces, *(to_device(each, self._device) for each in both))

@@ -143,7 +143,7 @@ class EndPool(IdPool):
 
     def places_of(self, ids: IdArray) -> int:
         """One more than the largest place of these ids in use; 0 of none."""
-        return int(self._places(ids).max(initial=-1)) + 1
+        return int(self._places(ids).max()) + 1 if len(ids) else 0
 
     def _places(self, ids: IdArray) -> IdArray:
         return self._last - ids if self._last else ids - 1
