@@ -1,6 +1,7 @@
 """Groups that share an arena beside pools that were split once, under loads that swing, in replays.
 
     python -m bench.arena [--json FILE] [--models gemma-3-27b,...] [--phases 2]
+    python -m bench.arena --host [--seeds 20,21,22]         host memory behind an arena, in two mixes of groups
 
 Scheduler, cache and allocators are the production code. Both plans have the same bytes, and are made for the mean of
 the load, which swings between many short requests and a few long ones; most begin with an earlier one, once it has
@@ -8,6 +9,9 @@ ended. There are two loads. One is more than fits: it says what running requests
 fails, and in steps where one waits for room, which part of the allocated bytes was moved, and the steps that moved.
 With the other, of turns, the engine keeps up, and the hit rate says what the cache is worth: with how many tokens are
 cached, and how many of these a request can begin after.
+
+With `--host` each arena has half of these bytes, and as many of host memory, from which everything is loaded. The load
+is of turns. The host has the mix of the device, or that of what the load has cached at rest (`quire.plan.host`).
 """
 
 from __future__ import annotations
@@ -29,14 +33,16 @@ from quire.errors import OutOfPages
 from quire.loop import Part
 from quire.loop.part import Launched
 from quire.memory.allocator.id_pool import IdPool
+from quire.offload.host_groups import HostGroup
 from quire.plan.budget import MemoryPlan
-from quire.plan.mix import mix_of
+from quire.plan.mix import mix_of, uniform
 from quire.plan.planner import make_plan
 from quire.plan.settings import PlanSettings
 from quire.plan.step_cost import CostModel
 from quire.prefix.node import pages_to
 from quire.scheduler.scheduler import Scheduler
 from quire.sim.replay import Replay, ReplaySettings
+from quire.sim.settings import SimulatedTiers
 from quire.sim.trace_request import TraceRequest
 from quire.spec.ids import Ids
 from quire.spec.model import ModelSpec
@@ -79,12 +85,12 @@ def swinging(spec: ModelSpec, phases: int, tokens: int) -> list[TraceRequest]:
     return found
 
 
-def turns(spec: ModelSpec, phases: int, scale: float) -> list[TraceRequest]:
+def turns(spec: ModelSpec, phases: int, scale: float, seed: int = SEED) -> list[TraceRequest]:
     """Requests that the engine keeps up with: 500 short ones or 80 long ones in each phase. Of three, two begin with
     all of an earlier one of their kind that is shorter, as a next turn does."""
-    draw, now = random.Random(SEED), 0.0
+    draw, now = random.Random(seed), 0.0
     found: list[TraceRequest] = []
-    numbers = np.random.default_rng(SEED)
+    numbers = np.random.default_rng(seed)
     kinds: tuple[list[TraceRequest], ...] = ([], [])
     for phase in range(phases):
         earlier = kinds[phase % 2]
@@ -251,13 +257,63 @@ def compare(name: str, phases: int, scale: float) -> dict[str, Any]:
     return found
 
 
+class HostUse(Part):
+    """The host frames in use, by group, after each step."""
+
+    def __init__(self) -> None:
+        self.rows: list[list[int]] = []
+        self.hosts: Sequence[HostGroup] = ()
+
+    def after_step(self, *, idle: bool) -> None:
+        self.rows.append([host.num_used for host in self.hosts])
+
+
+def behind(name: str, seeds: Sequence[int], scale: float) -> list[dict[str, Any]]:
+    """An arena with host memory of the same bytes behind it, in both mixes, for each seed of the load. The plan is that
+    of a server, which is not told of its load."""
+    config, size = MODELS[name]
+    spec = ModelSpec.from_config(json.loads((SHARED / "data" / "configs" / f"{config}.json").read_text()))
+    budget = int(size * GB * scale)
+    settings = PlanSettings(
+        kv_memory=budget, max_model_len=min(spec.context_length, 110_000), max_num_batched_tokens=CHUNK
+    )
+    found: list[dict[str, Any]] = []
+    for seed in seeds:
+        trace = turns(spec, 4, scale * scale, seed)
+        plan = make_plan(spec, settings.changed(mix=uniform(8192, "requests of 8,192 tokens"))).floating
+        plan = replace(plan, max_requests=min(plan.max_requests, MOST_TURNS))
+        found.append({"seed": seed, "requests": len(trace)})
+        for kind, each in (("device", replace(plan, at_rest=())), ("at_rest", plan)):
+            use = HostUse()
+            tiers = SimulatedTiers(host_memory=budget, load="always")
+            replay = Replay(each, COST, ReplaySettings(chunk=CHUNK, tiers=tiers), parts=[use])
+            use.hosts = replay.tiers.on_host.tiering.hosts
+            result = replay.run(trace)
+            used = np.mean(use.rows, axis=0)
+            frames = np.array([host.num_frames for host in use.hosts])
+            found[-1][kind] = {
+                "hit_rate": result.hit_rate,
+                "host_frames": frames.tolist(),
+                "frames_used": (used / frames).tolist(),
+                "bytes_used": float(used @ np.array([host.record_bytes for host in use.hosts])) / budget,
+            }
+    return found
+
+
 def main() -> None:
     parser = new_parser(__doc__ or "")
     parser.add_argument("--models", default=",".join(MODELS), help="of " + ", ".join(MODELS))
     parser.add_argument("--phases", type=int, default=2, help="of short and long requests, in turns")
+    parser.add_argument("--host", action="store_true", help="host memory behind an arena, in two mixes of groups")
+    parser.add_argument("--seeds", default="20,21,22", help="of the loads with --host (%(default)s)")
     options = parser.parse_args()
     result: dict[str, Any] = machine(models={})
     for name in options.models.split(","):
+        if options.host:
+            seeds = [int(each) for each in options.seeds.split(",")]
+            result["models"][name] = behind(name, seeds, 0.25 if options.toy else 0.5)
+            print(name, json.dumps(result["models"][name]), flush=True)
+            continue
         found = result["models"][name] = compare(name, options.phases, 0.5 if options.toy else 1.0)
         for kind in [each for each in found if isinstance(found[each], dict)]:
             print(name, kind, json.dumps(found[kind]), flush=True)

@@ -4,7 +4,9 @@
 
 Requests with short prompts and long outputs are more than fit, so that frames move while others decode. A step is
 *decode-only* if each of its requests computes one token. Its CPU time is compared with the median of decode-only steps
-of as many requests in which nothing moved. The longest retreats are reported too, with what they were asked for: none
+of as many requests in which nothing moved. Steps in which room was made without moves stand beside both, and all with
+the CPU time of their parts: the model, room (evictions and moves), commits, and all of the scheduler, in which room is
+made. The longest retreats are reported too, with what they were asked for: none
 moves more than that and a frame.
 """
 
@@ -13,7 +15,8 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -41,17 +44,20 @@ ABOVE = 1.5
 
 class MoveTimes(Part):
     """A row for each turn of the loop that settled a step: requests that decode, whether that is all, CPU seconds,
-    those of moves, bytes that moved, and bytes that retreats were asked for. `too_far` counts retreats that moved more
+    those of moves, bytes that moved, and bytes that retreats were asked for; and in `parts` CPU seconds of parts of the
+    turn. `too_far` counts retreats that moved more
     than that and a frame."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, bool, float, float, int, int]] = []
+        self.parts: list[Counter[str]] = []
         self.too_far = 0
         self._reset()
 
     def _reset(self) -> None:
         self._requests, self._decodes = 0, True
         self._moving, self._moved, self._asked = 0.0, 0, 0
+        self._parts = Counter[str]()
         self._began = time.thread_time()
 
     def attach(self, loop: Loop) -> None:
@@ -59,6 +65,23 @@ class MoveTimes(Part):
         self.strides, self._make_way, self._move = room.strides, room.make_way, loop.cache._growth.move
         room.make_way = self.make_way  # type: ignore[method-assign]
         loop.cache._growth.move = self.move  # type: ignore[method-assign]
+        self._count("model", loop.device, "launch")
+        self._count("room", loop.cache._growth, "_until")
+        self._count("commits", loop.cache, "commit")
+        self._count("scheduler", loop.scheduler, "schedule")
+
+    def _count(self, part: str, owner: Any, name: str) -> None:
+        """Count the CPU seconds of a method."""
+        real = getattr(owner, name)
+
+        def counted(*args: Any, **named: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return real(*args, **named)
+            finally:
+                self._parts[part] += time.thread_time() - began  # type: ignore[assignment]
+
+        setattr(owner, name, counted)
 
     def make_way(self, wanted: Frames) -> Move | None:
         """As the room's."""
@@ -85,6 +108,7 @@ class MoveTimes(Part):
         if self._requests and not idle:
             cpu = time.thread_time() - self._began
             self.rows.append((self._requests, self._decodes, cpu, self._moving, self._moved, self._asked))
+            self.parts.append(self._parts)
         self._reset()
 
 
@@ -123,14 +147,28 @@ def summary(times: MoveTimes) -> dict[str, Any]:
             plain[requests].append(cpu)
     medians = {requests: statistics.median(each) for requests, each in plain.items() if len(each) >= 10}
     found: dict[str, Any] = {"strides": times.strides, "steps": len(times.rows)}
-    for kind, moves in (("without", False), ("with", True)):
-        rows = [row for row in times.rows if row[1] and bool(row[4]) is moves and row[0] in medians]
+    kinds: dict[str, Callable[[Any, Counter[str]], Any]] = {
+        "without": lambda row, parts: not row[4],
+        "with_room_made": lambda row, parts: not row[4] and parts["room"],
+        "with": lambda row, parts: row[4],
+    }
+    for kind, has in kinds.items():
+        some = [
+            (row, parts)
+            for row, parts in zip(times.rows, times.parts, strict=True)
+            if row[1] and has(row, parts) and row[0] in medians
+        ]
+        rows = [row for row, _ in some]
         parts = sorted(cpu / medians[requests] for requests, _, cpu, *_ in rows)
         found[kind] = {"steps": len(rows)}
         if rows:
             found[kind] |= {
                 "cpu_ms_median": round(1e3 * statistics.median(row[2] for row in rows), 3),
                 "move_ms_median": round(1e3 * statistics.median(row[3] for row in rows), 3),
+                "parts_ms_mean": {
+                    name: round(1e3 * statistics.mean(parts[name] for _, parts in some), 3)
+                    for name in ("model", "room", "commits", "scheduler")
+                },
                 "times_median": round(statistics.median(parts), 3),
                 "times_99": round(parts[int(0.99 * (len(parts) - 1))], 2),
                 "times_most": round(parts[-1], 2),

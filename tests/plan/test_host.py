@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from contextlib import closing
 from dataclasses import replace
+from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,11 +15,17 @@ from hypothesis import strategies as st
 from quire.errors import HostMemoryError, PlanError
 from quire.memory.host_pool import HostPool
 from quire.plan.budget import MemoryPlan
-from quire.plan.host import HostMemory, host_budget, host_frames, largest_host_bytes
+from quire.plan.host import HostMemory, frames_at_rest, frames_beside, host_budget, host_frames, largest_host_bytes
+from quire.plan.mix import Mix, uniform
+from quire.plan.planner import make_plan
+from quire.plan.settings import PlanSettings
 from quire.settings.setting import parse_bytes
 from quire.spec.arena import ArenaLayout
-from quire.spec.group import GroupSpec
+from quire.spec.catalogue import CATALOGUE
+from quire.spec.group import GroupSpec, ReachSpec
 from quire.spec.layout import DType, Field, PageLayout
+from quire.spec.model import ModelSpec
+from quire.spec.record_size import records_bytes
 
 GIB = 2**30
 
@@ -108,6 +116,70 @@ def test_a_plan_without_frames_of_its_own_has_as_many_for_each_group() -> None:
     plan = plan_of((100, 5), (5000, 5))
     plain = MemoryPlan(page_size=1, groups=plan.groups, num_pages=5, context=10, max_requests=1)
     assert host_frames(plain, 10**6) == host_frames(plan, 10**6) == (187, 187)
+
+
+def hybrid(reach: ReachSpec, frames: tuple[int, int], length: int, **options: Any) -> MemoryPlan:
+    """A whole group beside one of this reach, planned for requests of one length. A page has 16 tokens."""
+    groups = tuple(
+        GroupSpec(
+            name=name,
+            layout=PageLayout(16, (Field(name="k", shape=(64,), dtype=DType.UINT8, layers=(0,)),)),
+            reach=each,
+        )
+        for name, each in (("full", ReachSpec()), ("part", reach))
+    )
+    asked = PlanSettings(mix=uniform(length, "requests"), **options)
+    return MemoryPlan(
+        page_size=16,
+        groups=groups,
+        num_pages=frames[0],
+        context=length,
+        max_requests=1,
+        frames=frames,
+        at_rest=frames_at_rest(groups, frames, asked, 16),
+    )
+
+
+WINDOW, STATE = ReachSpec("window", 256), ReachSpec("state")
+
+
+def test_a_host_keeps_one_window_or_one_state_of_each_expected_request() -> None:
+    """1,000 pages are 4 requests of 250 pages. A window is 16 of these."""
+    assert hybrid(WINDOW, (1000, 576), 4000).at_rest == (1000, 64)
+    assert hybrid(STATE, (1000, 12), 4000).at_rest == (1000, 4)
+
+
+def test_requests_that_are_expected_to_be_long_have_grown_in_turns() -> None:
+    """Of 128,000 tokens a host keeps 16 ends and no more than the device does, which may have been planned for one."""
+    assert hybrid(STATE, (8000, 64), 128_000).at_rest == (8000, 16)
+    assert hybrid(STATE, (8000, 3), 128_000).at_rest == (8000, 3)
+    assert Mix(((100, 3), (20_000, 2)), "").in_turns(8192).counts == ((100, 3), (6667, 6))
+
+
+@pytest.mark.parametrize(
+    ("reach", "options"),
+    [
+        (WINDOW, {"swa_full_tokens_ratio": Fraction(1, 2)}),
+        (STATE, {"mamba_full_memory_ratio": Fraction(1, 2)}),
+        (STATE, {"max_mamba_cache_size": 500}),
+    ],
+)
+def test_a_ratio_that_was_asked_for_is_that_of_the_host_too(reach: ReachSpec, options: dict[str, Any]) -> None:
+    assert hybrid(reach, (1000, 500), 4000, **options).at_rest == (1000, 500)
+
+
+def test_a_small_host_has_a_window_for_its_pages() -> None:
+    """Else no request could begin on any of them."""
+    plan = hybrid(WINDOW, (1000, 576), 4000)
+    assert [frames_beside(plan, count) for count in (1, 10, 100, 500)] == [(1, 1), (10, 10), (100, 16), (500, 32)]
+
+
+def test_a_host_of_a_planned_model_has_more_pages_than_the_mix_of_its_device_allows() -> None:
+    spec = ModelSpec.from_config(CATALOGUE["gemma-3-27b"].config)
+    plan = make_plan(spec, PlanSettings(kv_memory=8 * GIB, max_model_len=8192, max_num_batched_tokens=8192)).memory
+    ours, mixed = host_frames(plan, 8 * GIB), host_frames(replace(plan, at_rest=()), 8 * GIB)
+    assert ours[plan.frames.index(max(plan.frames))] > 1.3 * max(mixed)
+    assert records_bytes(plan.groups, ours) <= 8 * GIB
 
 
 # -- the budget

@@ -55,7 +55,8 @@ class MemoryPlan:
     of the target. With `token_ranks` above one, that many
     ranks hold a page's tokens in turn, so a page has `page_size` on each of them. With `hot`, the frames of its group
     are in host memory, and the device has a hot buffer for each request instead. With an `arena` the two groups share
-    its bytes, `frames` say how these would be split, and `num_pages` is what the largest request can have.
+    its bytes, `frames` say how these would be split, and `num_pages` is what the largest request can have. `at_rest`
+    are the frames of each group that the load of `frames` has cached once its requests have ended; none given: these.
     """
 
     page_size: int
@@ -64,6 +65,7 @@ class MemoryPlan:
     context: int
     max_requests: int
     frames: tuple[int, ...] = ()
+    at_rest: tuple[int, ...] = ()
     speculation: SpeculativeConfig | None = None
     token_ranks: int = 1
     vector_bytes: int = 0

@@ -58,6 +58,14 @@ class Mix:
         rest = self.num_requests - sum(count for _, count in short)
         return Mix((*short, (context, rest)), self.source)
 
+    def in_turns(self, most: int) -> Mix:
+        """These requests, each that is longer than `most` tokens as several that are not."""
+        counts = Counter[int]()
+        for length, count in self.counts:
+            turns = -(-length // most)
+            counts[-(-length // turns)] += count * turns
+        return Mix(tuple(sorted(counts.items())), self.source)
+
 
 def mix_of(lengths: Iterable[int], source: str) -> Mix:
     """The mix of requests of these lengths, in tokens. Raises InvalidInput if there are none, or one has no tokens.

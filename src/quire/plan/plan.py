@@ -15,6 +15,7 @@ from quire.errors import PlanError
 from quire.plan.budget import MemoryPlan, format_bytes, round_up_bytes
 from quire.plan.configurator import PADDING, MemoryPoolConfig, MemoryPoolConfigurator
 from quire.plan.devices import Line
+from quire.plan.host import frames_at_rest
 from quire.plan.mix import Mix
 from quire.plan.settings import PlanSettings
 from quire.spec.arena import ArenaLayout
@@ -68,10 +69,12 @@ class Plan:
             if not pool.per_request:  # states after drafts are frames of the group whose states they may become
                 groups[pool.group.name] = pool.group
                 frames[pool.group.name] += pool.frames + PADDING
+        counts = tuple(frames[name] - PADDING for name in groups)
         return MemoryPlan(
             page_size=self.page_size,
             groups=tuple(groups.values()),
-            frames=tuple(frames[name] - PADDING for name in groups),
+            frames=counts,
+            at_rest=frames_at_rest(tuple(groups.values()), counts, self.configurator.options, self.page_size),
             num_pages=self.config.max_total_num_tokens // self.tokens_per_page + self._passed_pages(max_requests),
             token_ranks=self.settings.parallel.dcp,
             context=self.context,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import ClassVar
 
 from pydantic import model_validator
 
 from quire.errors import InvalidInput
 from quire.plan.budget import MemoryPlan, format_bytes
+from quire.plan.host import frames_beside
 from quire.settings.fields import TIERS, BusFields, LinkFields, TierFields, TransferFields
 from quire.settings.setting import Settings, Tokens, setting
 
@@ -47,21 +49,22 @@ class SimulatedTiers(BusFields, TierFields):
         return bool(self.host_tokens or self.host_memory)
 
     def host_frames(self, plan: MemoryPlan, record_bytes: tuple[int, ...]) -> tuple[int, ...]:
-        """Host frames of each group, in the device's proportions. Raises InvalidInput if they would hold no page."""
+        """Host frames of each group, in an engine's proportions. Raises InvalidInput if they would hold no page."""
         if not self.has_host:
             raise _one_size()
-        on_device = plan.split
-        largest = max(on_device)
         count = (self.host_tokens or 0) // plan.page_size
-        if isinstance(self.host_memory, int):
-            each = sum(frames * size for frames, size in zip(on_device, record_bytes, strict=True)) / largest
-            count = int(self.host_memory / each)
+        if isinstance(num_bytes := self.host_memory, int):
+
+            def size(count: int) -> int:
+                return sum(n * each for n, each in zip(frames_beside(plan, count), record_bytes, strict=True))
+
+            count = bisect_right(range(1, num_bytes), num_bytes, key=size)
         if count < 1:
             raise InvalidInput(
                 f"the host tier holds no page: one takes {plan.page_size} tokens, {format_bytes(sum(record_bytes))}.",
                 fix="give it more.",
             )
-        return tuple(max(1, count * frames // largest) for frames in on_device)
+        return frames_beside(plan, count)
 
 
 class SimulatedLink(TransferFields, LinkFields):

@@ -231,7 +231,9 @@ class ModelRunner:
         if group not in self._frames:
             rows = self.pools[group].rows
             parts = [rows[None, :, None, at : at + MOVE_BYTES] for at in range(0, rows.shape[1], MOVE_BYTES)]
-            self._frames[group] = [(Pieces.of([(0, each)], each.shape[3]), MOVE_BYTES // each.shape[3]) for each in parts]
+            self._frames[group] = [
+                (Pieces.of([(0, each)], each.shape[3]), MOVE_BYTES // each.shape[3]) for each in parts
+            ]
         try:
             for pieces, some in self._frames[group]:
                 for start in range(0, len(sources), some):
