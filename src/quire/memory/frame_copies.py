@@ -67,8 +67,7 @@ class FrameCopies:
 
     def _check(self, group: int, device_frames: Ids, host_frames: Ids) -> None:
         assert len(device_frames) == len(host_frames), "a frame for each frame"
-        pool, rows = self._pools[group], self._host.rows(group)
-        for frames, last in ((device_frames, pool.num_frames), (host_frames, len(rows) - 1)):
+        for frames, last in ((device_frames, self._pools[group].num_frames), (host_frames, len(self.rows(group)) - 1)):
             assert not len(frames) or (frames.min() >= 1 and frames.max() <= last), "a frame outside its pool"
 
 
@@ -87,7 +86,9 @@ class CpuFrames:
 
 
 def _copy(source: Records, target: Records, sources: Ids, targets: Ids) -> None:
-    for first, start, count in runs_of(sources, targets):
+    if len(runs := runs_of(sources, targets)) > 1 and source.shape[1] < 2**18 and (np.diff(sources) == 1).all():
+        target[targets], runs = source[sources[0] : sources[-1] + 1], []  # small rows, in one call
+    for first, start, count in runs:
         target[start : start + count] = source[first : first + count]
 
 
