@@ -396,8 +396,10 @@ class Serving:
             page,
             context=min(longest, sizes.replay_pool),
             requests=sizes.replay_running,
+            seconds=lambda: self._seconds,
             **StepCalls.DEFAULTS,
         )
+        self._seconds = 0.0  # the policy counts them; by the machine's clock each run would have other hits
         self._calls = StepCalls(self._cache)
         self._trace = trace
         self._whole = [np.concatenate((request.prompt, request.output)) for request in trace]
@@ -422,6 +424,7 @@ class Serving:
 
     def step(self, running: Sequence[int]) -> None:
         """What scheduler and runner call for a step of one token each."""
+        self._seconds += 0.02
         kvs = [self._kvs[index] for index in running]
         starts = np.array([self._lengths[index] for index in running], dtype=np.int64)
         self._calls.extend(kvs)
