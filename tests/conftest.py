@@ -41,11 +41,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """From here on garbage is collected, and never looked for in modules and tests."""
+    """From here on garbage is collected. What there is counts as old. It does not stay frozen: full collections would
+    be frequent, and what one test leaves open would fail another."""
     gc.freeze()
-    gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    """At its end the interpreter takes all down, or libraries say what they have left."""
     gc.unfreeze()
+    gc.enable()

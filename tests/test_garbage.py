@@ -26,10 +26,9 @@ class Circle:
 
 @pytest.fixture(autouse=True)
 def _thawed() -> Iterator[None]:
-    gc.unfreeze()  # what pytest collected: tests/conftest.py
     yield
     gc.enable()
-    gc.freeze()
+    gc.unfreeze()
 
 
 def made() -> weakref.ref[Circle]:
