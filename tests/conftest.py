@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from tests.durations import ROOT, Durations, kept
 from tests.progress import Progress
 
-# Collecting makes objects and hardly any garbage, and a look for garbage among all of them takes twice as long.
+# Collecting makes objects and hardly any garbage, and a look for garbage among all of them takes a third longer.
 gc.disable()
 
 # Tiny tensors: a second thread only waits for the first, and spins while it does. Servers under test inherit this.
