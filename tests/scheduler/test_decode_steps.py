@@ -10,9 +10,17 @@ import pytest
 from quire.cache import KVCache
 from quire.cache.groups import PagedGroup
 from quire.cache.passing import Passing
+from quire.scheduler.policy import scheduling_policy
+from quire.scheduler.request import Request
+from quire.scheduler.sampling_params import SamplingParams
+from quire.scheduler.scheduler import Scheduler
 from quire.spec.group import ReachSpec
+from quire.spec.ids import Ids
 from quire.testing import small_plan
-from tests.scheduler.hybrid_server import FULL, STATE, HybridServer, prompt
+from tests.offload import cached_bytes
+from tests.offload.cached_bytes import ALICE, asking, tokens_of
+from tests.offload.tiered_cache import TieredCache
+from tests.scheduler.hybrid_server import FULL, STATE, HybridServer, ids, prompt
 
 PAGE, ROWS = 16, 8
 
@@ -113,3 +121,47 @@ def test_a_batch_that_decodes_again_has_the_states_that_single_requests_have(sto
     states = [cache.statistics().frames["state"] for cache in caches]
     assert states[0] == states[1]
     assert bool(states[0].left) == stores
+
+
+def test_a_step_computes_no_request_whose_pages_have_become_those_that_still_arrive() -> None:
+    """The host has what a request draws, and another request loads it. When the first one's pages are committed, it
+    gets those that arrive. This happens before a step is made, and not while it is: then nobody would wait for them."""
+    world, draw = TieredCache(num_pages=30, host=60, reaches=(FULL, STATE), frames=(30, 30)), 7
+    known, before = np.full(8 * cached_bytes.PAGE, draw, dtype=np.int32), tokens_of(range(20, 24))
+    for tokens in (known, before):
+        world.compute(tokens)
+    world.drain()
+    cache = world.cache
+    cache.offload.evict(30, 0, "")
+    scheduler = Scheduler(cache, scheduling_policy("fcfs"), max_running=4, max_tokens=64, ahead=world.ahead)
+
+    def add(name: str, tokens: Ids, most: int) -> Request:
+        request = Request(name, tokens, SamplingParams(max_tokens=most), max_tokens=most, namespace=ALICE)
+        scheduler.add(request)
+        return request
+
+    def step() -> None:
+        step = scheduler.schedule()
+        assert all(kv.is_ready for kv in step.batch.kvs), "a step reads pages whose records are not checked"
+        fence = cache.open_fence()
+        cache.launch(1, step.batch, step.ends, step.draw_counts)
+        scheduler.settle(step, np.full(len(step.draws), draw))
+        cache.close_fence(fence)
+        cache.audit()
+
+    first = add("first", ids([draw, draw]), 20)
+    for _ in range(cached_bytes.PAGE + 1):
+        step()
+    add("before", asking(before), 1)
+    add("loads", asking(known), 1)  # after those of the one before it
+    for number in range(9):
+        if number % 3 == 2:
+            add(f"new {number}", ids([3, 3]), 2)
+        step()
+    kv = first.kv
+    assert kv is not None and kv.loads and not kv.is_ready, "it has got no page that arrives, so this shows little"
+    while scheduler.has_requests:
+        world.advance()
+        step()
+    assert first.output_tokens.tolist() == [draw] * 20
+    world.drain()

@@ -53,10 +53,8 @@ class Passing:
         """The requests at these places have `num_pages[i]` settled whole pages, and compute no prompt: pages of one may
         give their frames to cached ones that have lost theirs. Returns those of which a commit frees other frames."""
         rows = batch.rows[places]
-        commits = self.frees(rows, num_pages)
         if self._windows:
-            some = (~commits).nonzero()[0]
-            ends, kvs = num_pages[some], [batch.kvs[at] for at in places[some].tolist()]
-            new = NewPages(kvs, rows[some], ends, ends, self._rows.pages)
+            kvs = [batch.kvs[at] for at in places.tolist()]
+            new = NewPages(kvs, rows, num_pages, num_pages, self._rows.pages)
             self._retire(released=[part for group in self._windows for part in group.pass_by(new)])
-        return places[commits]
+        return places[self.frees(rows, num_pages)]

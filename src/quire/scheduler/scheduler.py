@@ -237,12 +237,12 @@ class Scheduler:
         return whole.nonzero()[0]
 
     def _pass_late(self) -> None:
-        """Windows move on as far as has settled. While all decode, they do so every few steps, for all at once."""
+        """Windows move on as far as has settled. While all decode, they do so every few steps, for all at once. Commits
+        nothing: a step is being made, and a request may get pages that are still arriving."""
         if self._late:
             self._late, running = 0, self._rows.together()
             whole = self._rows.settled[running.rows] // self._cache.page_size
-            places = self._cache.passing.pass_by(running, running.units[:-1], whole)
-            self._commit([running.requests[at] for at in places.tolist()])
+            self._cache.passing.pass_by(running, running.units[:-1], whole)
 
     def _commit(self, requests: Sequence[Request]) -> None:
         """Settled tokens of these requests can be reused."""
