@@ -157,7 +157,7 @@ def main() -> None:
     chosen = parser.parse_args()
     if chosen.long:
         shape = engine_benchmark.TOY if chosen.toy else engine_benchmark.Shape()
-        found = measure_long("20%" if chosen.toy else chosen.share, 2 if chosen.toy else chosen.runs, shape)
+        found = measure_long("20%" if chosen.toy else chosen.share, 8 if chosen.toy else chosen.runs, shape)
     elif chosen.toy:
         found = measure("4%", 2, output=24, batches=short_batches(4))
     else:
