@@ -446,6 +446,11 @@ class EngineConfig(RoleFields, StorageFields, CacheFields, StepFields, RankField
         return self.host_memory is not None or self.storage is not None or self.role is not None
 
     @property
+    def sends_pages(self) -> bool:
+        """Whether host memory has pages of requests that run: those that go to another engine, or come from one."""
+        return self.role is not None
+
+    @property
     def may_overlap(self) -> bool:
         """Whether a step can be launched before the one before it has settled: drafts follow tokens that have
         settled."""

@@ -31,7 +31,7 @@ from quire.engine.incoming import refuse_adapter, request_of
 from quire.engine.kv_events import kv_event_parts
 from quire.engine.messages import EngineRequest, Later, MemoryReport, Ready, ResizeRequest, RetainRequest, StepOutputs
 from quire.engine.outline import Outline, outline_of
-from quire.engine.planning import cost_growth
+from quire.engine.planning import cost_growth, memory_plan
 from quire.engine.pooling import pooling_facts, pooling_parts, refuse_others
 from quire.engine.prompt_logprobs import prompt_parts
 from quire.engine.reporting import Reporting, explanation_parts, keeping_parts, limit_of, time_parts
@@ -147,7 +147,7 @@ class EngineCore:
         self.models = [each for each in (model, self.draft) if each is not None]
         self.eos_token_ids = tuple(model.eos_token_ids)
         self.capacity = plan_for(config, self.device, *(each.spec for each in self.models))
-        self.plan = self.capacity.memory
+        self.plan = memory_plan(config, self.capacity)
         self.facts = facts_of(config, self.capacity, self.models) | pooling_facts(model)
         self.facts["identity"] = sha256(repr(self.identity(0)).encode()).hexdigest()
         self.pools, self.latents, host = build_memory(config, self.capacity, model, progress)

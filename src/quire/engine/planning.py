@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from quire.engine.config import EngineConfig
 from quire.engine.host_memory import host_memory
 from quire.errors import UnsupportedModel
+from quire.plan.budget import MemoryPlan
 from quire.plan.hisparse import latent_bytes
 from quire.plan.plan import Plan
 from quire.plan.planner import make_plan
@@ -52,6 +53,12 @@ def configured_plan(config: EngineConfig, found: Mapping[str, Any], kv_memory: i
     if config.dtype != "auto":
         spec = replace(spec, dtype=DType(config.dtype))
     return engine_plan(config, spec, configured_draft(config.speculative_config, spec), kv_memory)
+
+
+def memory_plan(config: EngineConfig, plan: Plan) -> MemoryPlan:
+    """What the pools and tiers of an engine are built from. An engine that sends pages has windows of requests that run
+    in host memory: so the host has the device's mix then."""
+    return replace(plan.memory, at_rest=()) if config.sends_pages else plan.memory
 
 
 def cost_growth(config: EngineConfig, model: LoadedModel) -> float:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from quire.engine.config import EngineConfig
 from quire.engine.host_memory import host_memory
-from quire.engine.planning import configured_plan
+from quire.engine.planning import configured_plan, memory_plan
 from quire.errors import PlanError, QuireError, StoreError
 from quire.memory.record import HEADER_BYTES
 from quire.plan.budget import MemoryPlan, format_bytes, round_up_bytes
@@ -106,5 +106,6 @@ def _plan_of(config: EngineConfig) -> MemoryPlan | None:
         return None
     with suppress(QuireError):
         if model_folder(config.model) is not None:
-            return configured_plan(config, read_model_config(config.model)[0], _SOME_KV_BYTES).memory
+            plan = configured_plan(config, read_model_config(config.model)[0], _SOME_KV_BYTES)
+            return memory_plan(config, plan)
     return None

@@ -21,6 +21,7 @@ from quire.engine.device.frame_staging import ComputeStream, FrameStaging
 from quire.engine.device.runner import build_pools
 from quire.engine.hisparse import HostedLatents, check_loss, hosted_latents
 from quire.engine.host_memory import alone_on_this_host, host_memory
+from quire.engine.planning import memory_plan
 from quire.engine.tier_report import StoreCounters, store_counters, tiers_as_dict
 from quire.engine.tier_storage import Storage, check_storage_size
 from quire.engine.watchdog import LaneWatch
@@ -61,7 +62,7 @@ def build_memory(
     """The pools of an engine; what is in host memory beside hot buffers, if the plan has any; and the host memory of
     tiers, if there are some, which has that too. `progress` is called with the touched bytes of host memory and the
     total. Raises what `build_pools` and `HostedLatents` raise, and HostMemoryError if the host has no room."""
-    memory, device = plan.memory, model.device
+    memory, device = memory_plan(config, plan), model.device
     check_loss(plan, model)
     with ExitStack() as undo:
         # Pools that need nothing of the host come first: they are refused before its memory is touched.
