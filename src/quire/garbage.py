@@ -1,4 +1,4 @@
-"""When Python looks for garbage: not while modules are imported, which makes hardly any and takes a fifth longer so."""
+"""When Python looks for garbage: not while modules are imported, which makes hardly any. A look takes a fifth more."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def kept_imports() -> Iterator[None]:
 
 @contextmanager
 def late_collection() -> Iterator[None]:
-    """For imports in any process: no garbage is collected meanwhile. What there is at the end counts as old, and is
-    looked at with all that is old."""
+    """For imports in any process: no garbage is collected meanwhile. All objects that the process has at the end count
+    as old, and are looked at with all that is old."""
     with _no_collection():
         yield
         if not gc.get_freeze_count():  # else another's frozen objects would be thawed

@@ -148,6 +148,15 @@ def test_a_search_that_was_interrupted_costs_little_more_than_others() -> None:
     assert not governor.rests(1), "seven searches of a step each are most of the first credit"
 
 
+def test_a_first_search_that_was_interrupted_costs_a_step() -> None:
+    """Nothing says yet how long a search takes."""
+    governor, rows, serials = Governor(1, 4), np.array([0]), np.array([1], dtype=np.int64)
+    while not governor.limits(rows, serials).any():
+        governor.measured(1, 0, 1.0)
+    governor.measured(1, 0, 61.0, 60.0)
+    assert not governor.rests(1)
+
+
 def test_searches_that_find_nothing_are_left_out() -> None:
     governor, rows, serials = Governor(1, 4), np.array([0]), np.array([1], dtype=np.int64)
     searches = 0

@@ -160,7 +160,8 @@ def build_engine_core(config: EngineConfig, progress: Progress) -> Core:
         with_short_spins()
         from quire.engine.tier_storage import open_tiers
 
-        storage = open_tiers(config)
+    storage = open_tiers(config)
+    with kept_imports():
         without_compiler(config.device)
         from quire.engine.core import EngineCore
 

@@ -34,7 +34,8 @@ _MARGIN = 1.05  # how much more than its cost a draft has to be worth
 _OUTLIER = 3.0
 _FIRST = 4  # measurements of which the least is taken: first steps take longer
 _SHARE = 0.005  # share of the time of steps for drafts that may not pay
-_MOST_CREDIT = 8.0  # steps without drafts, for one request
+_MOST_CREDIT = 24.0  # steps without drafts, for one request
+_MOST_DEBT = 8.0  # such steps, which 1,600 steps regain
 _LEAST_CREDIT = 2.0  # for any batch: more requests show earlier what pays
 
 
@@ -174,7 +175,8 @@ class Governor:
         accepted, self._num_accepted = self._num_accepted, 0
         if not num_drafts:
             size.add_plain((seconds - searched_s) / num_requests)
-            lost = size.add_search(searched_s) if searched_s else 0.0
+            # A search that was interrupted is no verdict: none counts for more than a step.
+            lost = min(size.add_search(searched_s), size.plain_s * num_requests) if searched_s else 0.0
         else:
             size.since_plain += 1
             if not size.num_plain:
@@ -186,7 +188,7 @@ class Governor:
                 lost = added - accepted * size.plain_s
             size.add_drafted(num_drafts, added)
         credit = size.credit + _SHARE - lost / (size.plain_s * num_requests)
-        size.credit = min(max(credit, -size.most_credit), size.most_credit)
+        size.credit = min(max(credit, -min(size.most_credit, _MOST_DEBT)), size.most_credit)
 
     def _leave_out(self, rows: Rows) -> None:
         """The next step has no drafts of these requests, because they would not pay."""

@@ -77,6 +77,15 @@ def test_all_sizes_of_heads(dim, dtype):
     assert case.error(scale=dim**-0.5) < {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scales_that_turn_scores_around(scale: float, dtype: torch.dtype) -> None:
+    case = PagedCase([(70, 1), (150, 100)], page_size=16, shape=Shape(key_dim=64, value_dim=64, dtype=dtype))
+    case.batch.backend = backend.AttentionBackend("native")
+    assert case.error(scale=scale) < {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    assert case.error(scale=scale, softcap=2.0) < {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+
+
 def test_a_shared_run_needs_no_plan():
     case = PagedCase([(2112, 1)] * 16, page_size=16, shared=2048)
     case.batch.backend = backend.AttentionBackend("native")

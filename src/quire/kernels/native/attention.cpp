@@ -505,14 +505,17 @@ class Worker {
             std::fill(score[i] + tokens, score[i] + up, NOTHING);
             found[i] = splat(NOTHING);
         }
-        for (int t = 0; t < up && call.softcap != 0; t += W)
+        // Scores times a scale that turns them around, or hides none, have another largest one.
+        const bool is_later = call.softcap == 0 && call.scale > 0;
+        for (int t = 0; t < up && !is_later; t += W)
             UNROLL for (int i = 0; i < R; i++) {
-                vf given = load(score[i] + t), s = tanh_of(given * call.scale / call.softcap) * call.softcap;
+                vf given = load(score[i] + t), s = given * call.scale;
+                if (call.softcap != 0) s = tanh_of(s / call.softcap) * call.softcap;
                 store(score[i] + t, choose(given == NOTHING, given, s));
             }
         for (int t = 0; t < up; t += W)
             UNROLL for (int i = 0; i < R; i++) found[i] = larger(load(score[i] + t), found[i]);
-        const float scale = call.softcap != 0 ? 1 : call.scale;  // greater than 0
+        const float scale = is_later ? call.scale : 1;
         alignas(64) float bases[W];
         vf before = load_some<R>(top + at), peak = larger(reduced<Largest, R>(found) * scale, before);
         store(bases, choose(peak == NOTHING, vf{}, peak));
