@@ -12,10 +12,12 @@ from quire.cache.running import RunningBatch
 from quire.spec.events import Namespace
 from quire.spec.speculation import SpeculativeConfig
 from quire.speculative import ngram
-from quire.speculative.drafter import Drafting
+from quire.speculative.drafter import Drafting, Drafts
 from quire.speculative.ngram import NgramDrafter
+from tests.speculative.compared_drafters import ComparedDrafters
 
 ROWS, WIDTH, DEPTH = 4, 40, 6
+TREES = st.tuples(st.integers(1, 3), st.integers(2, 12))
 SPACES = [Namespace(), Namespace(salt="other")]
 
 
@@ -63,13 +65,16 @@ class NgramMachine(RuleBasedStateMachine):
     def start(self, shortest: int, more: int, shares: bool, resumes: bool) -> None:
         self.shortest, self.longest, self.shares = shortest, shortest + more, shares
         self.resumes = resumes
-        self.drafter = NgramDrafter(ROWS, config_of(shortest, shortest + more), shares=shares, resumes=resumes)
+        self.drafter: NgramDrafter | ComparedDrafters = self.made(shares=shares, resumes=resumes)
         self.tokens = np.zeros((ROWS, WIDTH), dtype=np.int32)
         self.texts: dict[int, list[int]] = {}
         self.spaces: dict[int, Namespace] = {}
         self.serials = np.zeros(ROWS, dtype=np.int64)
         self.history: dict[Namespace, list[list[int]]] = {space: [] for space in SPACES}
         self.serial = 0
+
+    def made(self, **settings: bool) -> NgramDrafter | ComparedDrafters:
+        return NgramDrafter(ROWS, config_of(self.shortest, self.longest), **settings)
 
     @rule(
         row=st.integers(0, ROWS - 1),
@@ -107,7 +112,9 @@ class NgramMachine(RuleBasedStateMachine):
         batch = RunningBatch([_Kv(self.spaces[row]) for row in rows], np.array(rows, dtype=np.intp), self.serials[rows])  # type: ignore[arg-type]
         known = np.array([len(self.texts[row]) for row in rows], dtype=np.int64)
         limits = np.array([most[row] for row in rows], dtype=np.int64)
-        drafts = self.drafter.propose(Drafting(batch, self.tokens, known, limits))
+        self.check(self.drafter.propose(Drafting(batch, self.tokens, known, limits)), rows, most)
+
+    def check(self, drafts: Drafts, rows: list[int], most: list[int]) -> None:
         for at, row in enumerate(rows):
             others = self.history[self.spaces[row]] if self.shares else []
             text = self.texts[row]
@@ -122,6 +129,38 @@ class NgramMachine(RuleBasedStateMachine):
 
 NgramMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestNgramMachine = NgramMachine.TestCase
+
+
+class NativeMachine(NgramMachine):
+    """The library and operations on arrays, with trees, in tables so small that n-grams replace each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(ngram, "_TABLE_BITS", 5)
+        self.patch.setattr(ngram, "_HISTORY", 32)
+
+    @initialize(
+        shortest=st.integers(1, 3), more=st.integers(0, 2), shares=st.booleans(), resumes=st.booleans(), tree=TREES
+    )
+    def start(self, shortest: int, more: int, shares: bool, resumes: bool, tree: tuple[int, int] = (1, 2)) -> None:
+        self.tree = tree
+        super().start(shortest, more, shares, resumes)
+
+    def made(self, **settings: bool) -> ComparedDrafters:
+        return ComparedDrafters(ROWS, config_of(self.shortest, self.longest, *self.tree), **settings)
+
+    def check(self, drafts: Drafts, rows: list[int], most: list[int]) -> None:
+        assert len(drafts.counts) == len(rows)
+        if self.tree[0] == 1:
+            assert all(count <= most[row] for count, row in zip(drafts.counts, rows, strict=True))
+
+    def teardown(self) -> None:
+        self.patch.undo()
+
+
+NativeMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestNativeMachine = NativeMachine.TestCase
 
 
 def test_a_full_history_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:

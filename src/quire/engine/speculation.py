@@ -15,6 +15,7 @@ from quire.engine.device.draft_model import DraftLayers, ModelDrafter
 from quire.engine.device.sampler import Sampler
 from quire.grammar.matcher import Matcher
 from quire.grammar.part import GrammarPart
+from quire.kernels.native.ngrams import native_ngrams
 from quire.loop import Part
 from quire.models.draft_head import LoadedHead, load_head
 from quire.models.hf import LoadedModel, load_model
@@ -58,7 +59,7 @@ def speculation_parts(engine: EngineCore) -> Iterator[Part]:
     config, drafter = engine.config, engine.drafter
     revision = GrammarDrafts(engine.grammars, rejects=_rejects(config), follows=drafter is not None)
     made = (config.speculative_config, engine.plan, drafter, engine.scheduler, engine.runner.move, revision)
-    yield from speculator_of(*made)
+    yield from speculator_of(*made, native_ngrams)
 
 
 def drafter_of(engine: EngineCore) -> ModelDrafter | HeadDrafter | None:

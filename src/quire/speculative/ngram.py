@@ -13,13 +13,14 @@ is enough to go on from there:
 
 The end of every n-gram is entered in a table of hashes, the newest last, as soon as a token follows it. What the table
 says is compared with the tokens themselves, so entries may collide or be out of date. All requests of a step are
-looked up together, with array operations only; a step enters the few tokens that are new.
+looked up together; a step enters the few tokens that are new. An engine has this done by the compiled library, in one
+call. The operations on arrays here do the same without a compiler, and tests compare both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +44,21 @@ _SHARED = np.uint64(1) << np.uint64(63)
 _Hashes = npt.NDArray[np.uint64]
 
 
+class Search(Protocol):
+    """What enters and finds n-grams in place of this module, and has the same state in its arrays."""
+
+    def drafts(
+        self, tokens: Ids, rows: Rows, known: Lengths, most: Lengths, depth: int, *, finds_history: bool
+    ) -> tuple[Lengths, Ids, Ids | None]:
+        """`counts`, `tokens` and `parents` of `Drafts`, for requests as in `Drafting`; `depth` is the largest of
+        `most`."""
+
+
+SearchOf = Callable[[Mapping[str, npt.NDArray[Any]], Mapping[str, int]], Search | None]
+"""The search with these arrays and numbers, by the names that kernels/native/ngrams.cpp gives them; None if there is
+none."""
+
+
 class _Query(NamedTuple):
     """The ends of some requests: of request i the `lengths[i]` tokens of `flat` up to place `ends[i]`."""
 
@@ -63,25 +79,42 @@ class NgramDrafter:
     """See the module. The longest n-gram that is found proposes, or the `topk` longest if drafts may branch.
 
     `num_rows` are the cache's. With `shares`, requests of one namespace also find what earlier ones of it had; with
-    `resumes`, a copy that became wrong is taken up again near where it did.
+    `resumes`, a copy that became wrong is taken up again near where it did. `search_of` gives what searches in place of
+    operations on arrays.
     """
 
-    def __init__(self, num_rows: int, config: SpeculativeConfig, *, shares: bool = True, resumes: bool = True) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        config: SpeculativeConfig,
+        *,
+        shares: bool = True,
+        resumes: bool = True,
+        search_of: SearchOf | None = None,
+    ) -> None:
         self._config = config
+        self._search_of = search_of
+        self._met: Lengths | None = None  # the serials of the last requests
         self._places = _Places(config)
         self._serials: Lengths = np.zeros(num_rows, dtype=np.int64)
         self._entered: Lengths = np.zeros(num_rows, dtype=np.int64)  # n-grams of each row that end before it
         self._spaces: Lengths = np.zeros(num_rows, dtype=np.int64)  # the namespace of each row, hashed
         self._history = _History(config) if shares else None
         self._copies = _Copies(num_rows) if resumes else None
+        self._search = self._new_search()
 
     def propose(self, drafting: Drafting) -> Drafts:
         """What came after the newest earlier place of the longest n-gram; of equal ones, that of the request itself."""
         rows, depth = drafting.batch.rows, int(drafting.most.max(initial=0))
+        if drafting.batch.serials is not self._met:
+            self._meet(drafting)
+        if self._search is not None:
+            finds = self._history is not None and self._history.num_texts > 0
+            about = drafting.tokens, rows, drafting.known, drafting.most, depth
+            return Drafts(*self._search.drafts(*about, finds_history=finds))
         query = _Query(
             drafting.tokens.reshape(-1), rows * drafting.tokens.shape[1] + drafting.known - 1, drafting.known
         )
-        self._meet(drafting)
         self._enter(rows, query)
         if not depth:
             return no_drafts(len(rows))
@@ -115,6 +148,29 @@ class NgramDrafter:
             self._history.delete(_space_of(namespace))
         elif self._history is not None:
             self._history = _History(self._config)
+            self._search = self._new_search()
+
+    def _new_search(self) -> Search | None:
+        """What searches in place of operations on arrays, on the arrays of now."""
+        if self._search_of is None:
+            return None
+        config, is_tree = self._config, self._config.branches
+        arrays = {"own": self._places.table, "spaces": self._spaces, "entered": self._entered}
+        if self._history is not None:
+            arrays |= self._history.arrays()
+        if self._copies is not None:
+            arrays |= self._copies.arrays()
+        numbers = {
+            "history_size": 2 * _HISTORY,
+            "shortest": config.prompt_lookup_min,
+            "longest": config.prompt_lookup_max,
+            "table_bits": _TABLE_BITS,
+            "resume_tokens": _RESUME_TOKENS,
+            "near": len(_NEAR) if self._copies is not None else 0,
+            "num_chains": config.topk,
+            "most_nodes": config.num_draft_tokens - 1 if is_tree else 0,
+        }
+        return self._search_of(arrays, numbers)
 
     def _meet(self, drafting: Drafting) -> None:
         """Rows that have another request than before begin anew."""
@@ -125,7 +181,7 @@ class NgramDrafter:
         self._entered[rows[fresh]] = 0
         if self._copies is not None:
             self._copies.clear(rows[fresh])
-        self._serials[rows] = serials
+        self._serials[rows] = self._met = serials
 
     def _enter(self, rows: Rows, query: _Query) -> None:
         """Enter the n-grams of these rows that a token follows since the last time."""
@@ -178,6 +234,10 @@ class _Copies:
         self._lengths: Lengths = np.zeros(num_rows, dtype=np.int64)
         self._departed: Bools = np.zeros(num_rows, dtype=np.bool_)
 
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """Its state, as a `Search` names it."""
+        return {"sources": self._sources, "lengths": self._lengths, "departed": self._departed}
+
     def clear(self, rows: Rows) -> None:
         """Other requests begin in these rows."""
         self._sources[rows] = 0
@@ -218,7 +278,7 @@ class _Places:
 
     def __init__(self, config: SpeculativeConfig) -> None:
         shortest, longest = config.prompt_lookup_min, config.prompt_lookup_max
-        self._table = np.zeros(2**_TABLE_BITS, dtype=np.int64)  # the place + 1
+        self.table = np.zeros(2**_TABLE_BITS, dtype=np.int64)  # the place + 1
         self._sizes = np.arange(shortest, longest + 1)[:, None]
         self._backs = np.arange(longest)[:, None]
         self._factors = np.cumprod(np.full((longest, 1), _PRIME))
@@ -228,12 +288,12 @@ class _Places:
         """The n-grams that end at these places; later ones replace earlier ones."""
         whole = query.lengths >= self._sizes
         cells = self._cells(self._last(query), seeds)
-        self._table[cells[whole]] = np.broadcast_to(query.ends + 1, whole.shape)[whole]
+        self.table[cells[whole]] = np.broadcast_to(query.ends + 1, whole.shape)[whole]
 
     def find(self, text: Ids, query: _Query, seeds: _Hashes, low: Lengths | int, high: Lengths | int) -> _Found:
         """Where in `text`, from `low[i]` on and before `high[i]`, the n-grams ended with which request i ends."""
         last = self._last(query)
-        places = self._table[self._cells(last, seeds)] - 1
+        places = self.table[self._cells(last, seeds)] - 1
         found = (query.lengths >= self._sizes) & (places >= low + (self._sizes - 1)) & (places < high)
         if np.count_nonzero(found):
             there = text[np.maximum(places[..., None] - self._backs[:, 0], 0)]
@@ -264,6 +324,11 @@ class _History:
         self._texts: Ids = np.zeros(2 * _HISTORY, dtype=np.int32)  # the number of each token's text
         self._end = 1  # place 0 is none
         self.num_texts = 0
+
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """Its state, as a `Search` names it."""
+        found = {"shared": self._places.table, "history": self._tokens, "texts": self._texts}
+        return {**found, "history_spaces": self._spaces}
 
     def add(self, space: int, tokens: Ids) -> None:
         """Add the last tokens of a text, in one piece."""

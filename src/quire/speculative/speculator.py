@@ -24,7 +24,7 @@ from quire.spec.layers import INDEXER_GROUP
 from quire.spec.speculation import SpeculativeConfig
 from quire.speculative.drafter import Drafter, Drafting, Drafts
 from quire.speculative.governor import Governor, GovernorCounters
-from quire.speculative.ngram import NgramDrafter
+from quire.speculative.ngram import NgramDrafter, SearchOf
 from quire.speculative.verify import Accepted, accepted_draws
 
 logger = logging.getLogger(__name__)
@@ -201,15 +201,16 @@ def speculator_of(
     scheduler: Scheduler,
     move: Move,
     revision: Revision,
+    search_of: SearchOf,
 ) -> Iterator[Speculator]:
-    """The part of an engine with this configuration and plan, which drafts by `drafter`, by default n-grams; none
-    without speculation."""
+    """The part of an engine with this configuration and plan, which drafts by `drafter`, by default n-grams with that
+    search; none without speculation."""
     if config is None:
         return
     if config.branches:
         _refuse_trees(plan)
     if drafter is None:
-        drafter = NgramDrafter(plan.max_requests, config, shares=config.shared_history)
+        drafter = NgramDrafter(plan.max_requests, config, shares=config.shared_history, search_of=search_of)
     width = (config.num_draft_tokens - 1) / config.num_steps if config.branches else 1.0
     governor = Governor(plan.max_requests, config.num_steps, width)
     yield Speculator(drafter, governor, config.num_steps, scheduler, move, revision)
