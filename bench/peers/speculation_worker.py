@@ -29,7 +29,7 @@ class Given:
     def row(self, name: Any, prompt: Any) -> int:
         """The row of a request; `prompt` is called for the tokens of its prompt the first time."""
         if name not in self._row_of:
-            self._row_of[name] = self._rows[tuple(prompt())]
+            self._row_of[name] = self._rows[tuple(prompt().tolist())]
         return self._row_of[name]
 
     def follow(self, logits: Any, rows: Any, outputs: Any) -> None:
@@ -77,7 +77,8 @@ class FollowingQuire(Quire):
             if self.given is not None:
                 given = self.given
                 rows = [
-                    given.row(each.request_id, each.tokens[: each.num_prompt_tokens].tolist) for each in places.requests
+                    given.row(each.request_id, lambda each=each: each.tokens[: each.num_prompt_tokens])
+                    for each in places.requests
                 ]
                 given.follow(logits, rows, places.outputs)
             return draw(logits, places, *more)
@@ -137,7 +138,8 @@ class FollowingVllm(Vllm):
             each = range(len(batch.req_ids))
             prompts = batch.num_prompt_tokens
             rows = np.array(
-                [given.row(batch.req_ids[i], batch.token_ids_cpu[i, : prompts[i]].tolist) for i in each], dtype=np.int64
+                [given.row(batch.req_ids[i], lambda i=i: batch.token_ids_cpu[i, : prompts[i]]) for i in each],
+                dtype=np.int64,
             )
             last = runner.query_start_loc.np[1 : len(rows) + 1] - 1
             at, owners = last, np.arange(len(rows))

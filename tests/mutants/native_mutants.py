@@ -9,9 +9,10 @@ from functools import partial
 from pathlib import Path
 
 from quire.kernels import backend, hidden_states
-from quire.kernels.native import library, products
+from quire.kernels.native import library, ngrams, products
 from quire.kernels.native.library import Native, build, sources
 from quire.models import native_decoder
+from quire.speculative.ngram import NgramDrafter
 from tests.kernels.native.emulated_pairs import with_pairs
 from tests.kernels.native.emulated_tiles import with_tiles
 from tests.mutants.mutants import Patch, mutant
@@ -39,7 +40,12 @@ def _changed(
         with tempfile.TemporaryDirectory() as folder:
             path = build(texts, Path(folder))
             loaded = ctypes.CDLL(str(path))
-        users = {"attention.cpp": backend, "products.cpp": products, "decoder.cpp": native_decoder}
+        users = {
+            "attention.cpp": backend,
+            "products.cpp": products,
+            "decoder.cpp": native_decoder,
+            "ngrams.cpp": ngrams,
+        }
         user = users.get(unit, hidden_states)
         patch.setattr(user, "native", lambda: Native(loaded, path))
 
@@ -118,6 +124,74 @@ _layers(
     "call.parents = nullptr;",
 )
 _rows = partial(_changed, source="hidden_states.cpp", killer="row functions")
+_ngrams = partial(_changed, source="ngrams.cpp", killer="native n-grams")
+_ngrams(
+    "requests_find_n_grams_of_each_other",
+    "n-grams of all requests have the same hashes, and replace each other",
+    "(uint64_t(row) + 1) * OTHER_PRIME",
+    "(uint64_t(row) * 0 + 1) * OTHER_PRIME",
+)
+_ngrams(
+    "n_grams_with_one_hash_count_as_equal",
+    "what came after other tokens is proposed, where two n-grams have one place in the table",
+    "if (left[-back] != right[-back]) return false;",
+    "",
+)
+_ngrams(
+    "n_grams_of_a_tenant_are_found_by_hash_alone",
+    "what another tenant was answered is proposed, where hashes collide",
+    "of.history_spaces[place] == space && ",
+    "",
+)
+_ngrams(
+    "n_grams_go_across_the_begin_of_a_text",
+    "an n-gram is found whose first tokens are the end of another request",
+    "of.texts[place - size + 1] == of.texts[place] && ",
+    "",
+)
+_ngrams(
+    "drafts_go_on_in_the_next_text",
+    "what another request began with is proposed behind the end of one",
+    " || of.texts[place] != of.texts[match.place]",
+    "",
+)
+_ngrams(
+    "a_repetition_goes_on_behind_the_known_tokens",
+    "what ends with the last token is followed by what an earlier request left in the row",
+    "at % (known - 1 - match.place)",
+    "at",
+)
+_ngrams(
+    "a_copy_goes_on_anywhere",
+    "a copy that became wrong is taken up again far from its place",
+    "std::min(source + of.near, known - 1)",
+    "known - 1",
+)
+_ngrams(
+    "a_copy_never_departs",
+    "a copy that became wrong goes on as if it had not",
+    "of.departed[row] = !best.size;",
+    "of.departed[row] = 0;",
+)
+_ngrams(
+    "drafts_have_no_limit",
+    "a request gets more drafts than it has room for",
+    "follow(of, text, known, best, step.most[i],",
+    "follow(of, text, known, best, step.depth,",
+)
+_ngrams(
+    "equal_tokens_of_a_tree_are_one",
+    "in a tree, a token is left out that follows another branch already",
+    "parents[node] == parent && ",
+    "",
+)
+
+
+@mutant("native n-grams", "after a flush of all, the library finds what was flushed")
+def the_library_has_the_history_before_a_flush(patch: Patch) -> None:
+    real = NgramDrafter._new_search
+    patch.setattr(NgramDrafter, "_new_search", lambda self: getattr(self, "_search", None) or real(self))
+
 
 a_chunk_sees_its_next_token = _changed(
     "a_chunk_sees_its_next_token",

@@ -147,7 +147,7 @@ from tests.sim.resized import run_resized_replay
 from tests.sim.test_hit_bounds import check_optimum, test_of_a_prompt_the_last_token_is_computed
 from tests.sim.test_replicas import check_events
 from tests.sparse.test_hot_slots import check_hot_slots
-from tests.speculative import test_ngram, test_verify
+from tests.speculative import compared_drafters, test_ngram, test_verify
 from tests.tiers import test_lanes
 from tests.tiers.stores.test_directory_foreign import by_hard_link, by_symbolic_link, check_a_slab_is_not_followed
 from tests.transfer import test_control, test_handshake, test_receiving
@@ -354,6 +354,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
         test_ngram.test_a_flush_deletes_what_its_namespace_had,
         drafted.check_flush,
     ],
+    "native n-grams": [lambda seed=seed: compared_drafters.check_a_life(seed) for seed in range(24)],
     "governor": [
         test_verify.test_drafts_that_are_never_right_are_left_out,
         test_verify.test_searches_that_find_nothing_are_left_out,

@@ -14,7 +14,7 @@ from quire.spec.speculation import SpeculativeConfig
 from quire.speculative import ngram
 from quire.speculative.drafter import Drafting, Drafts
 from quire.speculative.ngram import NgramDrafter
-from tests.speculative.compared_drafters import ComparedDrafters
+from tests.speculative.compared_drafters import ComparedDrafters, check_a_life
 
 ROWS, WIDTH, DEPTH = 4, 40, 6
 TREES = st.tuples(st.integers(1, 3), st.integers(2, 12))
@@ -238,3 +238,8 @@ def test_a_copy_is_given_up() -> None:
         batch = RunningBatch([_Kv(Namespace())], np.array([0]), np.array([serial]))  # type: ignore[list-item]
         drafts = drafter.propose(Drafting(batch, tokens, np.array([known]), np.array([3])))
         assert drafts.tokens[0, : drafts.counts[0]].tolist() == expected
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_the_library_drafts_the_same(seed: int) -> None:
+    check_a_life(seed)

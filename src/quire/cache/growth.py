@@ -125,9 +125,10 @@ class Growth:
         before, size = self._rows.num_allocated[rows], self._size
         grown = rows, -(-before // size), -(-after // size)
         num_new = int(np.add.reduce(grown[2] - grown[1]))
-        self._make_room(rows, num_new, kvs, after, grown)
-        pages = self._growing.alloc_rows(self._rows.pages, rows, before, after) if num_new else NO_PAGES
-        self._give(rows, grown, pages)
+        if num_new or self._states:  # else each has free slots in its last page
+            self._make_room(rows, num_new, kvs, after, grown)
+            growing, table = self._growing, self._rows.pages
+            self._give(rows, grown, growing.alloc_rows(table, rows, before, after) if num_new else NO_PAGES)
         self._rows.num_allocated[rows] = after
 
     def _give(self, rows: Rows, grown: Grown, pages: Ids) -> None:

@@ -19,6 +19,7 @@ from quire.spec.pages import pages_for
 Lengths = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.intp]
 NO_ROWS: Rows = np.empty(0, dtype=np.intp)
+_FEW = 64  # tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -167,8 +168,11 @@ class RunningTables:
     def slots_in(self, groups: Sequence[int], kvs: Batch, starts: Lengths, ends: Lengths | None) -> list[Ids]:
         """The `slots` in each of these groups, of one token each if `ends` is None."""
         rows, size = self.rows_of(kvs), self.page_size
+        if ends is not None and (few := int((counts := ends - starts).sum())) <= _FEW:  # each token by itself
+            starts = np.arange(few) + (starts - counts.cumsum() + counts).repeat(counts)
+            rows, ends = rows.repeat(counts), None
         lead = len(rows)
-        if ends is not None and np.count_nonzero(single := ends - starts == 1) < lead:
+        if ends is not None and np.count_nonzero(single := counts == 1) < lead:
             lead = int(single.argmin())
         following = [self._following[group] for group in groups]
         before = starts[:lead] // size  # with the rest alone a third of what `divmod` costs
@@ -176,8 +180,7 @@ class RunningTables:
         found = [each.table.frames(first) * np.int32(size) + offsets for each in following]
         if ends is None or lead == len(rows):
             return found
-        rows, starts, ends = rows[lead:], starts[lead:], ends[lead:]
-        before = starts // size
+        rows, starts, ends, before = rows[lead:], starts[lead:], ends[lead:], starts[lead:] // size
         counts = np.where(ends > starts, -(-ends // size) - before, 0)
         places = np.repeat(rows * self.width + before - (np.cumsum(counts) - counts), counts)
         pages = self.flat[places + np.arange(len(places))]

@@ -175,8 +175,12 @@ class RunningRows:
         drafts = self.drafts.counts[rows]
         last = starts + counts >= self.known[rows] + pending + drafts
         draw_counts = np.where(last, 1 + drafts, 0)
-        drawers = np.repeat(every, draw_counts)
-        left = np.cumsum(draw_counts)[drawers] - np.arange(len(drawers))  # draws of the work from this one on
+        if np.count_nonzero(draw_counts == counts) == len(counts):  # each token is followed by a draw
+            drawers, draws = owners, np.arange(len(owners))
+        else:
+            drawers = np.repeat(every, draw_counts)
+            left = np.cumsum(draw_counts)[drawers] - np.arange(len(drawers))  # draws of the work from this one on
+            draws = offsets[1:][drawers] - left
         step = Step(
             batch=batch,
             starts=starts,
@@ -185,7 +189,7 @@ class RunningRows:
             positions=places,
             draw_counts=draw_counts,
             drawers=drawers,
-            draws=offsets[1:][drawers] - left,
+            draws=draws,
             tokens=self.flat[batch.base[owners] + places].astype(np.int64),
             future=_NO_PLACES,
         )
@@ -305,8 +309,11 @@ def _settled(batch: StepRows, owners: Rows, tokens: Lengths, noted: Bools, kept:
         whole = len(owners) == len(batch)
         requests = batch.requests if whole else [batch.requests[i] for i in owners.tolist()]
         return Settled(requests, kept[owners], tokens, noted.nonzero()[0].tolist())
-    works, first = np.unique(owners, return_index=True)
-    said = np.logical_or.reduceat(noted, first) if len(first) else noted
+    is_first = np.ones(len(owners), dtype=np.bool_)
+    np.not_equal(owners[1:], owners[:-1], out=is_first[1:])
+    first = is_first.nonzero()[0]
+    works = owners[first]
+    said = np.logical_or.reduceat(noted, first) if np.count_nonzero(noted) else noted[:0]
     requests = [batch.requests[i] for i in works.tolist()]
     return Settled(requests, kept[works], tokens, said.nonzero()[0].tolist())
 

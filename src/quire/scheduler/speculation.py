@@ -32,9 +32,11 @@ class DraftRows:
         if self._config is None:
             return np.zeros(len(batch), dtype=np.int64)
         rows = batch.rows
-        known = self._known[rows]
-        room: Lengths = np.clip(batch.limit - known - 1, 0, self._config.num_steps)
-        room[(self._pending[rows] > 0) | (known - self._launched[rows] != 1)] = 0
+        known, pending = self._known[rows], self._pending[rows]
+        room: Lengths = np.minimum(np.maximum(batch.limit - known - 1, 0), self._config.num_steps)
+        busy = (pending > 0) | (known - self._launched[rows] != 1)
+        if np.count_nonzero(busy):
+            room[busy] = 0
         if self._config.branches:
             room[batch.most_pending == 0] = 0  # its draws depend on all tokens before, which branches do not share
         return room
@@ -44,9 +46,9 @@ class DraftRows:
         them. Draft j follows draft `parents[i, j]`, an earlier one, or the last known token if that is -1; without
         `parents` each follows the one before it."""
         rows = batch.rows
-        owners = np.repeat(batch.units[:-1], counts)
-        within = np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]
-        self._flat[(batch.base + self._known[rows])[owners] + within] = tokens[owners, within]
+        ahead = np.arange(tokens.shape[1])
+        places, own = (batch.base + self._known[rows])[:, None] + ahead, ahead < counts[:, None]
+        self._flat[places[own]] = tokens[own]
         self.num_drafted += int(np.count_nonzero(counts) - np.count_nonzero(self.counts[rows]))
         self.counts[rows] = counts
         self._parents = None
@@ -61,6 +63,8 @@ class DraftRows:
         if not self.num_drafted:
             return None
         drafts, most = self.counts[batch.rows], most // 2 if shared else most
+        if int(np.add.reduce(drafts)) <= most:
+            return 1 + drafts
         kept: Lengths = np.clip(most - (np.cumsum(drafts) - drafts), 0, drafts)
         self.counts[batch.rows] = kept
         self.num_drafted -= int(np.count_nonzero(drafts) - np.count_nonzero(kept))

@@ -159,14 +159,15 @@ class Governor:
 
     def settled(self, rows: Rows, serials: Lengths, drafts: Lengths, accepted: Lengths) -> None:
         """Drafts of these requests were computed, and so many accepted."""
-        self._rates(rows, serials)
+        self._meet(rows, serials)
         trials = np.minimum(accepted + 1, drafts)  # what is behind the first wrong one says nothing
         self._right[rows] = self._right[rows] * _MEMORY + accepted
         self._trials[rows] = self._trials[rows] * _MEMORY + trials
         fade = _MEMORY_OF_ALL ** min(len(rows), 8)
-        self._num_accepted += int(accepted.sum())
-        self._all_right = self._all_right * fade + float(accepted.mean())
-        self._all_trials = self._all_trials * fade + float(trials.mean())
+        right = int(accepted.sum())
+        self._num_accepted += right
+        self._all_right = self._all_right * fade + right / len(rows)
+        self._all_trials = self._all_trials * fade + int(trials.sum()) / len(rows)
 
     def measured(self, num_requests: int, num_drafts: int, seconds: float, searched_s: float = 0.0) -> None:
         """A step of so many requests that decode, with so many drafts, took this time, with that to search drafts.
@@ -204,13 +205,18 @@ class Governor:
 
     def _rates(self, rows: Rows, serials: Lengths) -> npt.NDArray[np.float64]:
         """The rate of each request, above 0 and below 1."""
-        fresh = rows[self._serials[rows] != serials]
-        self._right[fresh] = self._trials[fresh] = 0.0
-        self._serials[rows] = serials
+        self._meet(rows, serials)
         found: npt.NDArray[np.float64] = (self._right[rows] + _PRIOR_TRIALS * self._rate()) / (
             self._trials[rows] + _PRIOR_TRIALS
         )
         return found
+
+    def _meet(self, rows: Rows, serials: Lengths) -> None:
+        """Nothing is known of requests that are new in their rows."""
+        fresh = self._serials[rows] != serials
+        if np.count_nonzero(fresh):
+            self._right[rows[fresh]] = self._trials[rows[fresh]] = 0.0
+            self._serials[rows] = serials
 
     def counters(self) -> GovernorCounters:
         """Counters and gauges now. `draft_cost` is of batches as large as the last one."""

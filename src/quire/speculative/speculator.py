@@ -93,7 +93,7 @@ class Speculator(Part):
         self._overlaps = False
         self._totals = DraftCounters()
         self._num_drawing = self._num_drawn = 0  # works that drew, and the tokens they got
-        self._per_position: Lengths = np.zeros(most, dtype=np.int64)
+        self._depths: Lengths = np.zeros(most + 1, dtype=np.int64)  # works by how many of their drafts were right
         self._began = 0.0  # when the turn began, by `time.perf_counter`
         self._searched_s = 0.0  # what a search for drafts took in this turn
 
@@ -154,12 +154,11 @@ class Speculator(Part):
         self._num_drawn += int(found.kept.sum())
         at = (draw_counts > 1).nonzero()[0]
         if len(at):
-            drafts, right, most = draw_counts[at] - 1, found.kept[at] - 1, len(self._per_position)
+            drafts, right, most = draw_counts[at] - 1, found.kept[at] - 1, len(self._depths) - 1
             self._totals.drafts += len(at)
             self._totals.draft_tokens += int(drafts.sum())
             self._totals.accepted_tokens += int(right.sum())
-            depths = np.bincount(right, minlength=most + 1)
-            self._per_position += len(at) - depths.cumsum()[:most]
+            self._depths += np.bincount(right, minlength=most + 1)
             if self._governor is not None:
                 self._governor.settled(batch.rows[at], batch.serials[at], np.minimum(drafts, most), right)
         return found
@@ -185,7 +184,7 @@ class Speculator(Part):
         """Counters and gauges now, with those of the governor."""
         return replace(
             self._totals,
-            accepted_tokens_per_position=self._per_position.tolist(),
+            accepted_tokens_per_position=(self._depths.sum() - self._depths.cumsum())[:-1].tolist(),
             tokens_per_step=self._num_drawn / max(1, self._num_drawing),
             **vars(self._governor.counters()) if self._governor is not None else {},
         )

@@ -43,16 +43,14 @@ def accepted_draws(
     several = draw_counts > 1
     if not np.count_nonzero(several):
         return Accepted(kept)
-    first = np.cumsum(draw_counts) - draw_counts
+    works, ends = several.nonzero()[0], draw_counts.cumsum()
+    first = ends - draw_counts
     if parents is not None:
-        return _accepted_path(tokens, draws, drawn, parents, kept, several.nonzero()[0], first)
-    wrong = np.ones(len(draws), dtype=np.bool_)
-    at = (np.diff(draws) == 1).nonzero()[0]
-    wrong[at] = tokens[draws[at] + 1] != drawn[at]
-    wrong[(first + draw_counts - 1)[draw_counts > 0]] = True  # the last draw of a work has no draft after it
-    places = wrong.nonzero()[0]
-    ends = places[np.searchsorted(places, first[several])]
-    kept[several] = ends - first[several] + 1
+        return _accepted_path(tokens, draws, drawn, parents, kept, works, first)
+    wrong = tokens.take(draws + 1, mode="clip") != drawn
+    wrong[ends[works] - 1] = True  # the last draw of a work has no draft after it
+    places, first = wrong.nonzero()[0], first[works]
+    kept[works] = places[places.searchsorted(first)] - first + 1
     return Accepted(kept)
 
 

@@ -243,11 +243,16 @@ class _Draws:
         self.reporting = _reporting(places, device)
         self._adjusted: list[int] = terms["adjusts"].nonzero()[0].tolist()
         self._least = terms["least"].copy() if np.count_nonzero(terms["least"]) else None
-        at = (~terms["greedy"]).nonzero()[0]
-        self.rows = to_device(at, device) if len(at) else None
+        self.sampled: Rows = (~terms["greedy"]).nonzero()[0]
+        self.rows: Tensor | None = None
+        if len(self.sampled):
+            self._sample(self.sampled, seed, device)
+
+    def _sample(self, at: Rows, seed: int, device: torch.device) -> None:
+        terms = self.terms
+        self.rows = to_device(at, device)
         self.is_all = len(at) == len(terms)
         drawn = terms if self.is_all else terms[at]
-        self.sampled: Rows = at
         self._scale = to_device((1.0 / drawn["temperature"]).astype(np.float32), device)[:, None]
         self._filtered = Filters.of(drawn, device)
         own = ~((np.uint64(seed % 2**32) << np.uint64(32)) + drawn["arrival"])

@@ -137,6 +137,7 @@ extern "C" void quire_ngram_drafts(const Ngrams* state, const Search* given) {
     static thread_local std::vector<Match> found;
     static thread_local std::vector<int32_t> chain;
     enter(of, step);
+    std::fill_n(step.counts, step.count, 0);
     if (!step.depth) return;
     chain.resize(step.depth);
     for (int64_t i = 0; i < step.count; i++) {
@@ -155,7 +156,7 @@ extern "C" void quire_ngram_drafts(const Ngrams* state, const Search* given) {
             if (best.size && best.is_own) of.lengths[row] = known;
         }
         if (!of.most_nodes) {
-            step.counts[i] = best.size ? follow(of, text, known, best, step.most[i], step.tokens + i * step.depth) : 0;
+            if (best.size) step.counts[i] = follow(of, text, known, best, step.most[i], step.tokens + i * step.depth);
             continue;
         }
         std::stable_sort(found.begin(), found.end(), longer);

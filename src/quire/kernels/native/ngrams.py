@@ -46,26 +46,36 @@ class NativeNgrams:
         self._step = _Search()
         self._places = ctypes.addressof(self._state), ctypes.addressof(self._step)
         self._last: _Array | None = None
+        self._about = np.zeros(
+            (4, len(arrays["spaces"])), dtype=np.int64
+        )  # rows, tokens, limits and drafts of requests
+        self._step.rows, self._step.known, self._step.most, self._step.counts = map(_place, self._about)
+        self._make_room(1)
 
     def drafts(
         self, tokens: _Array, rows: _Array, known: _Array, most: _Array, depth: int, *, finds_history: bool
     ) -> tuple[_Array, _Array, _Array | None]:
-        """Enter what is new of requests `rows[i]`, which have the first `known[i]` tokens of their row of `tokens`, int32
-        `[rows, width]`, contiguous. Returns how many drafts each has, int64 `[requests]`, at most `most[i]` or `depth`
-        tokens ahead; the drafts, int32 `[requests, depth or nodes]`; and where they may branch, what each follows."""
+        """Enter what is new of requests `rows[i]`, which have the first `known[i]` tokens of their row of `tokens`,
+        int32 `[rows, width]`, contiguous. Returns how many drafts each has, int64 `[requests]`, at most `most[i]` or
+        `depth` tokens ahead; the drafts, int32 `[requests, depth or nodes]`; and where they may branch, what each
+        follows."""
         step, count = self._step, len(rows)
         if tokens is not self._last:
             self._last, step.flat, step.width = tokens, _place(tokens), tokens.shape[1]
-        rows, known, most = (np.ascontiguousarray(each, dtype=np.int64) for each in (rows, known, most))
-        shape = count, self._nodes or depth
-        found, counts = np.zeros(shape, dtype=np.int32), np.zeros(count, dtype=np.int64)
-        parents = np.empty(shape, dtype=np.int32) if self._nodes else None
-        step.rows, step.known, step.most = _place(rows), _place(known), _place(most)
+        width = self._nodes or depth
+        if count * width > self._found.shape[1]:
+            self._make_room(width)
+        about, found = self._about, self._found[:, : count * width]
+        about[0, :count], about[1, :count], about[2, :count] = rows, known, most
         step.count, step.depth, step.finds_history = count, depth, finds_history
-        step.tokens, step.counts = _place(found), _place(counts)
-        step.parents = None if parents is None else _place(parents)
         self._search(*self._places)
-        return counts, found, parents
+        drafts, parents = found.reshape(2, count, width).copy()
+        return about[3, :count].copy(), drafts, parents if self._nodes else None
+
+    def _make_room(self, width: int) -> None:
+        """For `width` drafts of each row. A call passes no addresses: they cost as much as the search of a request."""
+        self._found = np.zeros((2, self._about.shape[1] * width), dtype=np.int32)
+        self._step.tokens, self._step.parents = map(_place, self._found)
 
 
 def native_ngrams(arrays: Mapping[str, _Array], numbers: Mapping[str, int]) -> NativeNgrams | None:
