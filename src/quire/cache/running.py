@@ -19,7 +19,6 @@ from quire.spec.pages import pages_for
 Lengths = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.intp]
 NO_ROWS: Rows = np.empty(0, dtype=np.intp)
-_FEW = 64  # tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -168,12 +167,10 @@ class RunningTables:
     def slots_in(self, groups: Sequence[int], kvs: Batch, starts: Lengths, ends: Lengths | None) -> list[Ids]:
         """The `slots` in each of these groups, of one token each if `ends` is None."""
         rows, size = self.rows_of(kvs), self.page_size
-        if ends is not None and (few := int((counts := ends - starts).sum())) <= _FEW:  # each token by itself
+        if ends is not None and (few := int((counts := ends - starts).sum())) <= 64:  # each token by itself
             starts = np.arange(few) + (starts - counts.cumsum() + counts).repeat(counts)
             rows, ends = rows.repeat(counts), None
-        lead = len(rows)
-        if ends is not None and np.count_nonzero(single := counts == 1) < lead:
-            lead = int(single.argmin())
+        lead = len(rows) if ends is None or (single := counts == 1).all() else int(single.argmin())
         following = [self._following[group] for group in groups]
         before = starts[:lead] // size  # with the rest alone a third of what `divmod` costs
         first, offsets = self.pages[rows[:lead], before], (starts[:lead] % size).astype(np.int32)
