@@ -1,8 +1,8 @@
 """Builds llama.cpp's server of the source that llama-cpp-python ships, for this processor.
 
 The package's own server (`python -m llama_cpp.server`) computes one request at a time: its handlers hold a lock on the
-one model. llama.cpp's server batches. CMAKE_BUILD_PARALLEL_LEVEL limits the jobs, and an
-interrupted build goes on where it was.
+one model. llama.cpp's server batches. CMAKE_BUILD_PARALLEL_LEVEL limits the jobs, and an interrupted build goes on
+where it was.
 """
 
 from __future__ import annotations
@@ -35,7 +35,16 @@ def build(environment: Path) -> None:
     source, made = environment / "source", environment / "build"
     if not source.exists():
         packed = environment / "packed"
-        fetch = [programs / "python", "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:"]
+        fetch = [
+            programs / "python",
+            "-m",
+            "pip",
+            "download",
+            "-q",
+            "--no-deps",
+            "--no-binary",
+            SOURCE.partition("==")[0],
+        ]
         subprocess.run([*map(str, fetch), "-d", str(packed), SOURCE], check=True)
         (archive,) = packed.glob("*.tar.gz")
         unpacked = environment / "unpacked"
@@ -43,6 +52,7 @@ def build(environment: Path) -> None:
             file.extractall(unpacked, filter="data")
         (whole,) = unpacked.iterdir()
         whole.rename(source)
+        unpacked.rmdir()
         shutil.rmtree(packed)
     configure = [programs / "cmake", "-S", source / "vendor" / "llama.cpp", "-B", made, "-G", "Ninja"]
     configure += [f"-DCMAKE_MAKE_PROGRAM={programs / 'ninja'}", *(f"-D{name}={on}" for name, on in OPTIONS.items())]
