@@ -37,8 +37,8 @@ def states_are_trimmed(patch: Patch) -> None:
 def sessions_have_no_namespace(patch: Patch) -> None:
     real = Sessions.open
 
-    def open_session(sessions: Sessions, key: SessionKey, arrival: int) -> Turn:
-        return real(sessions, key._replace(namespace=Namespace()), arrival)
+    def open_session(sessions: Sessions, key: SessionKey, arrival: int, **more: Any) -> Turn:
+        return real(sessions, key._replace(namespace=Namespace()), arrival, **more)
 
     patch.setattr(Sessions, "open", open_session)
 
@@ -47,10 +47,16 @@ def sessions_have_no_namespace(patch: Patch) -> None:
 def sessions_have_no_owner(patch: Patch) -> None:
     real = Sessions.open
 
-    def open_session(sessions: Sessions, key: SessionKey, arrival: int) -> Turn:
-        return real(sessions, key._replace(owner=""), arrival)
+    def open_session(sessions: Sessions, key: SessionKey, arrival: int, **more: Any) -> Turn:
+        return real(sessions, key._replace(owner=""), arrival, **more)
 
     patch.setattr(Sessions, "open", open_session)
+
+
+@mutant("sessions", "the last turn of a session leaves it open, and its own pages are evicted as late as any")
+def last_turns_are_as_others(patch: Patch) -> None:
+    real = Sessions.open
+    patch.setattr(Sessions, "open", lambda sessions, key, arrival, **more: real(sessions, key, arrival))
 
 
 @mutant("sessions", "a turn begins in a row that a step in flight still writes, and its states are one token behind")

@@ -142,10 +142,11 @@ class SessionMachine:
             namespace=namespace,
             priority=choices.below(2),
             session_id=name,
+            last_turn=bool(name) and choices.chance(8),
             owner=key.owner,
         )
         self.scheduler.add(request)
-        self.open.append(ModelTurn(request, key if name else None, self.arrived))
+        self.open.append(ModelTurn(request, key if name else None, self.arrived, refused=request.last_turn))
         self.arrived += 1
 
     def abort(self, turn: ModelTurn, *, failed: bool) -> None:
@@ -164,14 +165,17 @@ class SessionMachine:
         key = SessionKey(NAMESPACES[choices.below(2)], choices.one_of(NAMES), choices.one_of(OWNERS))
         self.expire()
         found = self.cache.sessions.close(*key)
-        running = any(turn.key == key for turn in self.open)
         assert found >= (key in self.held), "a session that holds a row is not found"
-        self.forget(key)
-        if running:
-            for turn in self.open:
-                turn.closed |= turn.key == key and found
-                turn.refused |= turn.closed
+        if found:
+            self.closed(key)
         self.happened["close"] += found
+
+    def closed(self, key: SessionKey) -> None:
+        """A session has been closed; turns of it that run hold nothing when they end."""
+        self.forget(key)
+        for turn in self.open:
+            turn.closed |= turn.key == key
+            turn.refused |= turn.closed
 
     def flush(self, choices: Choices) -> None:
         """A tenant's pages are deleted."""
@@ -302,6 +306,9 @@ class SessionMachine:
                 self.happened["overflow"] += 1
         if length is None or turn.refused or turn.arrival < self.newest.get(key, -1):
             assert not grant.held_tokens, "a row is held that should not be"
+            if request.last_turn and not turn.closed:
+                self.closed(key)
+                self.happened["last turn"] += 1
             return
         if not grant.held_tokens:
             assert grant.reason

@@ -76,6 +76,7 @@ class TurnServer:
         salt: str = "",
         stop: frozenset[int] = frozenset(),
         owner: str = "",
+        last: bool = False,
     ) -> Request:
         """Queue a turn."""
         request = Request(
@@ -86,6 +87,7 @@ class TurnServer:
             stop_ids=stop,
             namespace=Namespace(salt=salt),
             session_id=session,
+            last_turn=last,
             owner=owner,
         )
         self._count += 1
@@ -376,6 +378,36 @@ def test_a_session_is_closed() -> None:
     assert found == server.cache.plan.num_pages
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_last_turn_goes_on_in_the_row_and_closes_the_session_when_it_ends(kind: str) -> None:
+    server = TurnServer(kind, share=0.9, eviction="lru")
+    other = server.turn(prompt(4, 32), "").tokens
+    history = server.turn(prompt(1, 37)).tokens
+    last = server.submit([*history.tolist(), 5], last=True)
+    assert len(server.cache.sessions) == 1, "it is closed when the turn ends"
+    server.finish()
+    grant = grant_of(last)
+    assert grant.start is Start.CONTINUED and grant.resumed_tokens and not grant.held_tokens
+    assert (grant.reason, grant.expires_in_seconds) == ("it was the session's last turn", 0.0)
+    assert len(server.cache.sessions) == 0 and not server.cache.rows.live
+    if kind == "full":
+        assert server.cache.evict(1) == 1
+        assert len(server.cache.match(other).pages) == 2, "pages of the closed session go first"
+
+
+def test_a_last_turn_that_never_ran_closes_the_session_too() -> None:
+    server = TurnServer()
+    history = server.turn(prompt(1, 37)).tokens.tolist()
+    beside = server.submit([*history, 6], max_tokens=9)
+    server.finish(steps=1)
+    last = server.submit([*history, 5], last=True)
+    server.scheduler.abort(last.request_id)
+    assert not grant_of(last).held_tokens and len(server.cache.sessions) == 0
+    server.finish()
+    assert grant_of(beside).reason == "the session was closed while the turn ran"
+    assert grant_of(server.turn([*history, 7])).start is Start.NEW
+
+
 def check_a_closed_session_goes_first() -> None:
     """Two sessions with a common prompt of two pages. The one used last is closed."""
     server = TurnServer(share=0.9, eviction="lru")
@@ -474,7 +506,18 @@ def test_random_turns(seed: int) -> None:
 def test_random_turns_meet_everything() -> None:
     """What the seeds above meet, so that they cannot pass by doing nothing."""
     happened = sum((run_sessions(seed, 60) for seed in range(100, 150)), Counter[str]())
-    wanted = ("held", "gave way", "expired", "overflow", "partial", "close", "flush", "abort", "start trimmed")
+    wanted = (
+        "held",
+        "gave way",
+        "expired",
+        "overflow",
+        "partial",
+        "close",
+        "flush",
+        "abort",
+        "start trimmed",
+        "last turn",
+    )
     assert all(happened[name] for name in (*wanted, "start continued", "start edited", "start branched", "start lost"))
 
 

@@ -158,3 +158,4 @@ class Turn:
     resumed_tokens: int = 0
     num_flushes: int = 0  # flushes of its namespace when it began
     refusal: str = ""
+    is_last: bool = False  # the session closes when it ends

@@ -103,8 +103,8 @@ class Sessions:
 
     # -- turns
 
-    def open(self, key: SessionKey, arrival: int) -> Turn:
-        """A turn of a session arrives; `end` or `leave` follows."""
+    def open(self, key: SessionKey, arrival: int, *, is_last: bool = False) -> Turn:
+        """A turn of a session arrives; `end` or `leave` follows. If it `is_last`, the session closes then."""
         self.expire()
         session = self._by_key.pop(key, None)
         if session is None:
@@ -118,7 +118,7 @@ class Sessions:
         self._by_key[key] = session
         session.running_turns += 1
         session.expires_at = math.inf
-        return Turn(session, arrival)
+        return Turn(session, arrival, refusal="it was the session's last turn" if is_last else "", is_last=is_last)
 
     def resumable(self, turn: Turn, tokens: Ids, num_cached: int) -> int:
         """After how many tokens of a prompt the turn can continue in the session's row; 0 if in none, or if the
@@ -202,8 +202,7 @@ class Sessions:
         serial = self._rows.rest(kv)
         self.last_fence = self._fences.next
         session.row = HeldRow(kv, tokens[:num_held].copy(), serial, self.last_fence, turn.arrival)
-        session.lost = ""
-        kv.is_held = True
+        session.lost, kv.is_held = "", True
         self.num_held += 1
         return self.leave(turn, "")
 
@@ -218,6 +217,8 @@ class Sessions:
             self._next_expiry = min(self._next_expiry, session.expires_at)
         if reason and session.row is None and turn.start is not Start.NONE:
             session.lost = reason
+        if turn.is_last and not session.closed:
+            self.close(*session.key)
         return SessionGrant(
             session_id=session.key.session_id,
             start=turn.start,

@@ -55,7 +55,6 @@ from quire.spec.ids import Ids
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-
 logger = logging.getLogger(__name__)
 
 STALL_AFTER_S = 120.0
@@ -233,6 +232,7 @@ class AsyncEngine:
         priority: int = 0,
         explain: bool = False,
         session_id: str = "",
+        last_turn: bool = False,
         owner: str = "",
         echo: bool = False,
         begun: Sequence[TokenOutput] = (),
@@ -257,8 +257,8 @@ class AsyncEngine:
             session_id=session_id,
         )
         stream = RequestStream(assembler, on_close=self._close, begun=begun)
-        options = {"adapter": adapter, "salt": salt, "priority": priority, "explain": explain, "owner": owner}
-        requests = assembler.engine_requests(**options)
+        terms = {"adapter": adapter, "salt": salt, "priority": priority, "explain": explain, "last_turn": last_turn}
+        requests = assembler.engine_requests(owner=owner, **terms)
         if any(request.request_id in self._streams for request in requests):
             raise InvalidInput(f"request id '{assembler.request_id}' is in use.", fix="choose another, or none.")
         asked = [encoded((request,)) for request in requests]  # refused before it is registered

@@ -48,6 +48,7 @@ def request_of(
         explain=message.explain,
         is_for_peer=message.is_for_peer,
         session_id=message.session_id,
+        last_turn=message.last_turn,
         owner=message.owner,
         most_cached=ALL_TOKENS if params.prompt_logprobs is None else 0,
         begun=begun,

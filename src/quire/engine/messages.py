@@ -35,8 +35,9 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     `prompt` is the prompt's token ids as raw int32 bytes: converted once, on arrival. `adapter` and `salt` are the
     cache namespace: nothing is ever shared across two of them. Higher `priority` goes first. With `explain`, an output
     says why no more of the prompt was cached. One that `is_for_peer` computes a prompt for another engine. One with a
-    `session_id` is a turn of that session (`quire.cache.sessions`). Its `owner` alone, and the operator, may
-    ask for its explanation, and see or end its session. One that another engine has `begun` is continued.
+    `session_id` is a turn of that session (`quire.cache.sessions`), which its `last_turn` closes. Its `owner` alone,
+    and the operator, may ask for its explanation, and see or end its session. One that another engine has `begun` is
+    continued.
     """
 
     request_id: str
@@ -49,6 +50,7 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     explain: bool = False
     is_for_peer: bool = False
     session_id: str = ""
+    last_turn: bool = False
     owner: str = ""
     begun: Begun | None = None
 

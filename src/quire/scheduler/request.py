@@ -78,6 +78,7 @@ class Request:
         explain: bool = False,
         is_for_peer: bool = False,
         session_id: str = "",
+        last_turn: bool = False,
         owner: str = "",
         most_cached: int = ALL_TOKENS,
         begun: Begun | None = None,
@@ -92,6 +93,7 @@ class Request:
         self.explain = explain  # its client wants the explanation
         self.is_for_peer = is_for_peer  # another engine has asked for it
         self.session_id = session_id  # "" for none
+        self.last_turn = last_turn  # no turn of its session follows
         self.owner = owner  # who may see its session and its explanation
         self.most_cached = most_cached  # tokens of it that may come from the cache
         self.turn: Turn | None = None  # a turn of its session, set by the scheduler

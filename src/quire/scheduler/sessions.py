@@ -15,7 +15,8 @@ def turn_of(sessions: Sessions, request: Request) -> Turn | None:
     """The turn that a request begins; None for a request without a session."""
     if not request.session_id:
         return None
-    return sessions.open(SessionKey(request.namespace, request.session_id, request.owner), request.arrival)
+    key = SessionKey(request.namespace, request.session_id, request.owner)
+    return sessions.open(key, request.arrival, is_last=request.last_turn)
 
 
 def held_row(sessions: Sessions, request: Request, num_cached: int) -> tuple[int, RequestKV | None]:

@@ -41,7 +41,6 @@ from quire.serve.sse import DONE, EventStream, json_answer, while_connected
 from quire.serve.texts import PromptTexts
 from quire.serve.tracing import Tracing
 from quire.spec.ending import Ending
-from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 
 if TYPE_CHECKING:
@@ -356,6 +355,7 @@ class Generation:
                 priority=terms.priority,
                 explain=terms.explain,
                 session_id=terms.session_id,
+                last_turn=terms.last_turn,
                 echo=terms.echo,
                 owner=client.owner,
                 begun=journal.begun(i),
@@ -368,9 +368,6 @@ class Generation:
                 async with asyncio.TaskGroup() as group:
                     for i, prompt in enumerate(prompts):
                         group.create_task(submit_one(i, prompt))
-                if terms.last_turn:  # the turn runs on
-                    namespace = Namespace(salt=client.salt(terms.cache_salt))
-                    await service.engine.ask(Core.close_session, namespace, terms.session_id, client.owner)
         except BaseException as error:
             for stream in streams.values():
                 stream.close()
