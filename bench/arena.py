@@ -11,7 +11,9 @@ With the other, of turns, the engine keeps up, and the hit rate says what the ca
 cached, and how many of these a request can begin after.
 
 With `--host` each arena has half of these bytes, and as many of host memory, from which everything is loaded. The load
-is of turns. The host has the mix of the device, or that of what the load has cached at rest (`quire.plan.host`).
+is of turns. The host has the mix of the device, or that of what the load has cached at rest (`quire.plan.host`). With
+`--ideal` it has several mixes, and the best one for each phase of the load bounds what a host would gain whose groups
+share their bytes.
 """
 
 from __future__ import annotations
@@ -61,6 +63,8 @@ THINK_S = 10.0
 """The mean time between an answer and what goes on from it."""
 MOST_TURNS = 8
 """Requests that run at once under the load of turns."""
+MIXES = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""Frames in host memory of the group that is read in part, in times those at rest."""
 _USABLE_EVERY = 50  # steps
 COST = CostModel.from_flags(prefill_rate=20_000, decode_ms=5, key_ns=0)
 
@@ -300,18 +304,57 @@ def behind(name: str, seeds: Sequence[int], scale: float) -> list[dict[str, Any]
     return found
 
 
+def ideal(name: str, seeds: Sequence[int], scale: float) -> list[dict[str, Any]]:
+    """As `behind`, with the frames of the other group `times` those at rest, and the bytes that this frees or takes
+    from the group that is read whole. For each mix the tokens hit in each phase; and their sums: of the mix at rest, of
+    the best one mix, and of the best one in each phase, as if the host had changed between them at no cost."""
+    config, size = MODELS[name]
+    spec = ModelSpec.from_config(json.loads((SHARED / "data" / "configs" / f"{config}.json").read_text()))
+    budget = int(size * GB * scale)
+    settings = PlanSettings(
+        kv_memory=budget, max_model_len=min(spec.context_length, 110_000), max_num_batched_tokens=CHUNK
+    )
+    found: list[dict[str, Any]] = []
+    for seed in seeds:
+        trace = turns(spec, 4, scale * scale, seed)
+        plan = make_plan(spec, settings.changed(mix=uniform(8192, "requests of 8,192 tokens"))).floating
+        plan = replace(plan, max_requests=min(plan.max_requests, MOST_TURNS))
+        sizes = [int((500, 80)[phase % 2] * scale * scale) for phase in range(4)]
+        phase_of = {f"r{at}": phase for at, phase in enumerate(np.repeat(range(4), sizes).tolist())}
+        hits: dict[str, list[int]] = {}
+        for times in MIXES:
+            at_rest = tuple(
+                count if group.reach.whole else max(1, round(count * times))
+                for group, count in zip(plan.groups, plan.at_rest, strict=True)
+            )
+            tiers = SimulatedTiers(host_memory=budget, load="always")
+            replay = Replay(replace(plan, at_rest=at_rest), COST, ReplaySettings(chunk=CHUNK, tiers=tiers))
+            by_phase = [0] * 4
+            for record in replay.run(trace).records:
+                by_phase[phase_of[record.request_id]] += record.hit_tokens
+            hits[str(times)] = by_phase
+        now, best = sum(hits["1.0"]), max(sum(each) for each in hits.values())
+        oracle = sum(max(each[phase] for each in hits.values()) for phase in range(4))
+        tokens = sum(len(each.prompt) for each in trace)
+        found.append(
+            {"seed": seed, "prompt_tokens": tokens, "hits": hits, "now": now, "best_mix": best, "best_by_phase": oracle}
+        )
+    return found
+
+
 def main() -> None:
     parser = new_parser(__doc__ or "")
     parser.add_argument("--models", default=",".join(MODELS), help="of " + ", ".join(MODELS))
     parser.add_argument("--phases", type=int, default=2, help="of short and long requests, in turns")
     parser.add_argument("--host", action="store_true", help="host memory behind an arena, in two mixes of groups")
-    parser.add_argument("--seeds", default="20,21,22", help="of the loads with --host (%(default)s)")
+    parser.add_argument("--ideal", action="store_true", help="host memory in the best mix for each phase of the load")
+    parser.add_argument("--seeds", default="20,21,22", help="of the loads with --host and --ideal (%(default)s)")
     options = parser.parse_args()
     result: dict[str, Any] = machine(models={})
     for name in options.models.split(","):
-        if options.host:
-            seeds = [int(each) for each in options.seeds.split(",")]
-            result["models"][name] = behind(name, seeds, 0.25 if options.toy else 0.5)
+        if options.host or options.ideal:
+            seeds, compared = [int(each) for each in options.seeds.split(",")], ideal if options.ideal else behind
+            result["models"][name] = compared(name, seeds, 0.25 if options.toy else 0.5)
             print(name, json.dumps(result["models"][name]), flush=True)
             continue
         found = result["models"][name] = compare(name, options.phases, 0.5 if options.toy else 1.0)
