@@ -99,7 +99,8 @@ def test_a_penalty_waits_for_the_pending_token() -> None:
 
 def test_the_order_is_priority_then_arrival() -> None:
     early, late, urgent = a_request(), a_request(), a_request(priority=1)
-    early.arrival, late.arrival, urgent.arrival = 0, 1, 2
+    for number, request in enumerate((early, late, urgent)):
+        request.set_arrival(number)
     assert sorted((late, urgent, early), key=lambda request: request.order) == [urgent, early, late]
 
 

@@ -72,17 +72,15 @@ class Growth:
 
     def resized(self) -> None:
         """Groups have other frames than before."""
-        most = self._parts.pages.num_pages
-        self._scarce = tuple(  # those that can be short where page ids are not
-            room
-            for room in self._rooms
-            if room.is_shared or any(g.reach.in_place or g.frames.allocator.ids.limit < most for g in room.groups)
-        )
+        most, rooms = self._parts.pages.num_pages, self._rooms
+        few = [any(g.reach.in_place or g.frames.allocator.ids.limit < most for g in room.groups) for room in rooms]
+        # Those that can be short where page ids are not.
+        self._scarce = tuple(room for room, has_few in zip(rooms, few, strict=True) if has_few or room.is_shared)
 
     def by(self, kvs: Batch, rows: Rows, counts: int | Counts) -> None:
         """Make room for `counts[i]` more tokens in each row, within the plan's context."""
         after = self._rows.num_allocated[rows] + np.asarray(counts, dtype=np.int64)
-        if len(rows) and (np.min(counts) < 0 or np.maximum.reduce(after) > self._context):
+        if len(rows) and (np.count_nonzero(np.less(counts, 0)) or np.maximum.reduce(after) > self._context):
             raise self._beyond_context(int(after.max()))
         self._to(kvs, rows, after)
 
@@ -115,10 +113,7 @@ class Growth:
         for group in self._parts.groups:  # all of them, since `freed` may withhold ids
             group.frames.drop(pages)
         self._frames.remove_pages(Tier.DEVICE, pages)
-        self._free(self._offload.freed(pages))
-
-    def _free(self, pages: Ids) -> None:
-        self._growing.free(pages * np.int32(self._growing.page_size))
+        self._parts.pages.free_pages(self._offload.freed(pages))
 
     def _to(self, kvs: Batch, rows: Rows, after: Lengths) -> None:
         """Make room for `after[i]` tokens in each row."""
@@ -146,19 +141,26 @@ class Growth:
         if not short and rooms:
             wanted = self._wanted(asking, rows, num_new, ends)
             short = not all(room.has(wanted) for room in rooms)
-        if short and not (ends is None and self._reclaim_for(rows, num_new, len(kvs))):
+        if short and not (ends is None and rooms and self._reclaim_for(rows, num_new, len(kvs))):
             self._offload.retention.expire()
             cause = _names_of(asking, self._rows.num_allocated[rows] % self._size == 0)
-            self._until(lambda: self._wanted(asking, rows, num_new, ends), num_new, cause, waits=True)
+            if rooms or not self._evict_for(num_new, cause):
+                self._until(lambda: self._wanted(asking, rows, num_new, ends), num_new, cause, waits=True)
+
+    def _evict_for(self, num_new: int, cause: str) -> bool:
+        """Evict for so many page ids, where no group can be short without them. False: more than that is needed."""
+        pages = self._parts.pages
+        if (lack := num_new - pages.num_free_pages) <= self._parts.tree.num_evictable:
+            self._evict_pages(lack, num_new, cause)
+        return num_new * self._growing.page_size <= self._growing.available_size()
 
     def _reclaim_for(self, rows: Rows, num_new: int, num_rows: int) -> bool:
         """Whether idle frames of windows, which are free now, are all that `num_new` pages of decodes lack. Of those
         that were read past go what `num_rows` rows want in a page, else what they want in four steps: they are next."""
         wanted = [(group, group.wanted(rows, num_new)) for group in self._parts.groups]
         lacking = [(group, n) for group, n in wanted if n > group.num_free]
-        if self._rooms[0].is_shared or num_new > self._parts.pages.num_free_pages:
-            return False
-        if any(group.reach.whole or n > group.num_free + group.num_evictable for group, n in lacking):
+        reclaims = all(not group.reach.whole and n <= group.num_free + group.num_evictable for group, n in lacking)
+        if not reclaims or self._rooms[0].is_shared or num_new > self._parts.pages.num_free_pages:
             return False
         for group, n in lacking:
             group.evict(max(n - group.num_free, num_rows), Rank.PASSED)
@@ -338,7 +340,7 @@ class Growth:
         except OutOfPages:
             for group in taken:
                 group.untake(pages)
-            self._free(pages)
+            self._growing.free(pages * np.int32(self._growing.page_size))
             raise
         for group in groups:
             group.grow(rows, pages)

@@ -41,9 +41,8 @@ Counts = Sequence[int] | Lengths
 
 
 class RunningTables:
-    """The pages of running requests: int32 `[rows, width]`, and a `flat` view. Per row the tokens
-    `num_allocated` and `num_committed`, and the serial number of its request, 0 for none. `live` has the running
-    requests, by row.
+    """The pages of running requests: int32 `[rows, width]`, and a `flat` view. Per row the tokens `num_allocated` and
+    `num_committed`, and the serial number of its request, 0 for none. `live` has the running requests, by row.
 
     `following` are the indices of groups whose pages have frames. For those that are read in part, `firsts` has the
     first page that each row still reads. With `follows`, changed entries are recorded until `page_table_changes`.
@@ -88,7 +87,9 @@ class RunningTables:
     def write_new(self, rows: Rows, starts: Lengths, ends: Lengths, pages: Ids) -> None:
         """Write pages `starts[i]..ends[i]` of each row, given row by row."""
         counts, places = ends - starts, rows * self.width + starts
-        if np.count_nonzero(counts == 1) < len(rows):
+        if len(rows) == 1:
+            places = np.arange(first := int(places[0]), first + len(pages))
+        elif np.count_nonzero(counts == 1) < len(rows):
             places = np.repeat(places - (np.cumsum(counts) - counts), counts) + np.arange(len(pages))
         self.flat[places] = pages
         if self._written is not None:
@@ -139,13 +140,13 @@ class RunningTables:
         return table
 
     def page_table_changes(self) -> PageTableChanges:
-        """Changes of page tables since the last call, for `DevicePageTables.apply`. O(changes). Raises MissingFrame if
-        a page that a request still reads in a group has no frame."""
+        """Changes of page tables since the last call, for `DevicePageTables.apply`; one may be named twice. O(changes).
+        Raises MissingFrame if a page that a request still reads in a group has no frame."""
         assert self._written is not None, "a table that does not follow what is written has no changes to report"
         if not self._written:
             return self._nothing
         written, self._written = self._written, []
-        places = written[0] if len(written) == 1 else np.unique(np.concatenate(written))
+        places = written[0] if len(written) == 1 else np.concatenate(written)
         pages = self.flat[places]
         frames = np.empty((len(self.columns), len(places)), dtype=np.int32)
         for at, (index, group) in enumerate(self._following.items()):
@@ -181,8 +182,7 @@ class RunningTables:
         counts = np.where(ends > starts, -(-ends // size) - before, 0)
         places = np.repeat(rows * self.width + before - (np.cumsum(counts) - counts), counts)
         pages = self.flat[places + np.arange(len(places))]
-        frames = [each.table.frames(pages).astype(np.int64) for each in following]
-        more = [slots_in_pages(each, counts, starts, ends, size) for each in frames]
+        more = [slots_in_pages(each.table.frames(pages), counts, starts, ends, size) for each in following]
         return [np.concatenate(parts) for parts in zip(found, more, strict=True)] if lead else more
 
     def next_slots(self, batch: RunningBatch, group: int = 0) -> Ids:

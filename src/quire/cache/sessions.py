@@ -67,11 +67,7 @@ class Sessions:
     """The sessions of one cache, for the step loop alone. `shorten(kv, num_tokens)` frees a row's further tokens."""
 
     def __init__(
-        self,
-        parts: CacheParts,
-        settings: SessionSettings,
-        cache: TurnCache,
-        shorten: Callable[[RequestKV, int], None],
+        self, parts: CacheParts, settings: SessionSettings, cache: TurnCache, shorten: Callable[[RequestKV, int], None]
     ) -> None:
         self._parts = parts
         self._rows = parts.rows

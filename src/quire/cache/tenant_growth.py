@@ -60,6 +60,9 @@ class TenantGrowth(Growth):
     def _reclaim_for(self, rows: Rows, num_new: int, num_rows: int) -> bool:
         return False
 
+    def _evict_for(self, num_new: int, cause: str) -> bool:
+        return False
+
     def _is_bound(self) -> bool:
         return bool(self._tenants.refusal(self._claims)) or any(self._tenants.overflows())
 

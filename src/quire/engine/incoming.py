@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from quire.cache.session import LONGEST_SESSION_ID
 from quire.engine.config import EngineConfig
 from quire.engine.messages import EngineRequest
@@ -56,7 +58,7 @@ def request_of(
 
 
 def _check_ids(ids: Ids, vocabulary: int) -> None:
-    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+    if np.maximum.reduce(ids.view(np.uint32), initial=0) >= vocabulary:  # negative ones are the largest
         bad = int(ids.min() if ids.min() < 0 else ids.max())
         raise InvalidInput(f"token id {bad} is outside the vocabulary of {vocabulary:,}.", fix="check the tokenizer.")
 

@@ -35,7 +35,7 @@ def is_ascending(ids: IdArray) -> bool:
 
 def in_order(ids: Ids) -> Ids:
     """The ids in ascending order; the array itself if it is in order."""
-    return ids if is_ascending(ids) else np.sort(ids)
+    return ids if len(ids) < 2 or is_ascending(ids) else np.sort(ids)
 
 
 def replace_ids(ids: Ids, sources: Ids, targets: Ids) -> None:

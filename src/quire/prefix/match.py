@@ -167,5 +167,6 @@ def _most_common(page: bytes, others: list[bytes]) -> int:
     if not count:
         return 0
     table = np.frombuffer(b"".join(others), dtype=np.int32).reshape(len(others), width)[:, :count]
-    same = table == np.frombuffer(page, dtype=np.int32, count=count)
-    return int(np.logical_and.accumulate(same, axis=1).sum(axis=1).max())
+    own = np.frombuffer(page, dtype=np.int32, count=count)
+    near = table[table[:, 0] == own[0]]
+    return int(np.logical_and.accumulate(near == own, axis=1).sum(axis=1).max()) if len(near) else 0

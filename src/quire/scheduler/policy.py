@@ -6,6 +6,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import TypeVar
 
 from quire.cache.tenants import Tenants
@@ -14,6 +15,7 @@ from quire.scheduler.request import Request
 from quire.spec.events import Namespace
 
 R = TypeVar("R")
+_order = attrgetter("order")
 
 LONGEST_SORTED_QUEUE = 128
 """Above this many waiting requests, matching each of them every step would cost more than it saves."""
@@ -136,7 +138,3 @@ def scheduling_policy(name: str, tenants: Tenants | None = None) -> WaitingReque
 
 def _remove(requests: list[Request], request: Request) -> None:
     del requests[bisect_left(requests, request.order, key=_order)]
-
-
-def _order(request: Request) -> tuple[int, int]:
-    return request.order

@@ -99,7 +99,9 @@ class Request:
         self.turn: Turn | None = None  # a turn of its session, set by the scheduler
         self.grant: SessionGrant | None = None  # what its session holds, when it has ended
         self.queued_s = 0.0  # set by the loop, on its clock
-        self.arrival = 0  # set by the scheduler: its place in the order of arrival
+        self.arrival = 0
+        self.order: tuple[int, int] = (-priority, 0)
+        """The lowest is admitted first and preempted last: higher priority, then earlier arrival."""
         self.opening = 0  # set by the scheduler: a hash of its namespace and its first page
         self.num_prompt_tokens = len(prompt)
         self.state = RequestState.WAITING
@@ -134,10 +136,9 @@ class Request:
         """The request stops running, and gets copies of its tokens and lengths."""
         self._tokens, self._lengths = self.tokens.copy(), self._lengths.copy()
 
-    @property
-    def order(self) -> tuple[int, int]:
-        """The lowest is admitted first and preempted last: higher priority, then earlier arrival."""
-        return (-self.priority, self.arrival)
+    def set_arrival(self, number: int) -> None:
+        """The scheduler gives it its place in the order of arrival."""
+        self.arrival, self.order = number, (-self.priority, number)
 
     @property
     def tokens(self) -> Ids:

@@ -11,6 +11,7 @@ when the leader has committed these pages, or is no leader any more.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from operator import attrgetter
 
@@ -44,9 +45,11 @@ class RunningRows:
         self._lengths: Lengths = np.zeros((6, num_rows), dtype=np.int64)
         self.known, self.launched, self.settled, self.pending, self._drafted, self._accepted = self._lengths
         self.committed: Lengths = np.zeros(num_rows, dtype=np.int64)  # whole pages
+        self._prompts: Lengths = np.zeros(num_rows, dtype=np.int64)  # a copy of the field of `terms`, read in one piece
         self.drafts = DraftRows(self.flat, self.known, self.launched, self.pending, speculation)
         self.serials = serials  # serial number of each row's request; 0: none
         self.terms: Terms = np.zeros(num_rows, dtype=TERMS)
+        self.openings = Counter[int]()  # how many run with each `Request.opening`
         self.running: list[Request] = []
         self.kvs: list[RequestKV] = []
         self.order: Rows = np.empty(0, dtype=np.intp)
@@ -58,7 +61,8 @@ class RunningRows:
         assert request.kv is not None
         row = request.kv.row
         request.bind(self.tokens[row], self._lengths[:, row])
-        self.terms[row] = terms_of(request)
+        self.terms[row], self._prompts[row] = terms_of(request), request.num_prompt_tokens
+        self.openings[request.opening] += 1
         at = bisect_left(self.running, request.order, key=_order)
         self.running.insert(at, request)
         self.kvs.insert(at, request.kv)
@@ -70,6 +74,9 @@ class RunningRows:
         assert request.kv is not None
         row = request.kv.row
         request.unbind()
+        self.openings[request.opening] -= 1
+        if not self.openings[request.opening]:
+            del self.openings[request.opening]
         self.drafts.remove(np.array([row]))
         at = bisect_left(self.running, request.order, key=_order)
         del self.running[at], self.kvs[at]
@@ -116,7 +123,7 @@ class RunningRows:
     def in_prefill(self, rows: Rows) -> Bools:
         """`Request.in_prefill` of the requests of these rows."""
         known = self.known[rows] + self.pending[rows]
-        found: Bools = (known - self.launched[rows] > 1) | (self.settled[rows] < self.terms["prompt"][rows])
+        found: Bools = (known - self.launched[rows] > 1) | (self.settled[rows] < self._prompts[rows])
         return found
 
     # -- steps

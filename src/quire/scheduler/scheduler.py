@@ -103,7 +103,7 @@ class Scheduler:
             raise InvalidInput(f"request id '{request.request_id}' is in use.", fix="send another id.")
         self._cache.resizing.check(request.num_prompt_tokens, request.max_tokens)
         self._cache.admission.check(request.namespace, request.num_prompt_tokens, request.max_tokens)
-        request.arrival = self._arrivals
+        request.set_arrival(self._arrivals)
         request.opening = hash((request.namespace, request.tokens[: self._cache.page_size].tobytes()))
         request.turn = turn_of(self._cache.sessions, request)
         self._arrivals += 1
@@ -164,7 +164,7 @@ class Scheduler:
         self._ahead.settle_moves()
         self._prefetching.start_next(self._waiting)
         preempted = self.num_preemptions
-        looks = bool(self._waiting) and self._quiet_at != self._admission_state()
+        looks = bool(self._waiting) and (self._quiet_at is None or self._quiet_at != self._admission_state())
         # Before the step is made: a commit may give a request pages that are still arriving on the device.
         if looks:
             self._commit_settled()
@@ -183,7 +183,7 @@ class Scheduler:
                 self._grant(next_step, [request], [self._chunk(request, int(ready[at]), left)])
         if looks and preempted == self.num_preemptions:
             is_quiet = self._admit(next_step) and preempted == self.num_preemptions
-            self._quiet_at = self._admission_state() if is_quiet else None
+            self._quiet_at = self._admission_state() if is_quiet and self._waiting else None
         return self._step(next_step)
 
     def settle(self, step: Step, tokens: Lengths, kept: Lengths | None = None) -> Settled:
@@ -320,7 +320,8 @@ class Scheduler:
     def _chunk(self, request: Request, ready: int, limit: int) -> int:
         """How many tokens of a prompt to compute now."""
         assert request.kv is not None
-        return self._cache.admission.at_once(request.kv, self.chunks.take(request.num_launched, ready, limit))
+        count, admission = self.chunks.take(request.num_launched, ready, limit), self._cache.admission
+        return admission.at_once(request.kv, count) if admission.frees_early else count
 
     def _grant(self, next_step: NextStep, requests: list[Request], counts: list[int]) -> None:
         """Allocate for these, in one operation, and add them to the step. If they do not fit, preempt until the rest
@@ -536,9 +537,10 @@ class Scheduler:
         """Commit what running requests have computed, for the waiting ones. If no waiting prompt begins with the same
         page, it is committed at once later and not page by page. A request that lacks room may get it from duplicates
         that a commit frees."""
-        if not self._cache.share_prefixes:
-            return
         rows, order = self._rows, self._rows.order
+        asked = self._lacks_room or not rows.openings.keys().isdisjoint(self.queue.openings.keys())
+        if not self._cache.share_prefixes or not asked:
+            return
         whole = (rows.settled[order] // self._cache.page_size > rows.committed[order]).nonzero()[0]
         places = whole.tolist()
         if not self._lacks_room:
@@ -557,9 +559,9 @@ class Scheduler:
         rows = self._rows.order
         reached = -(-(self._rows.known[rows] + self._rows.pending[rows]) // size)
         # No further than its end, up to which the plan has admitted it.
-        ahead = min(request.num_tokens + plan.tokens_per_step, request.num_prompt_tokens + request.max_tokens)
+        ahead = min(request.num_tokens + self._per_step, request.num_prompt_tokens + request.max_tokens)
         needed = plan.pages_of(ahead)
-        spare = pages_for(plan.tokens_per_step, size)
+        spare = pages_for(self._per_step, size)
         claim = Claim(begins, needed, rows, reached, spare)
         own = request.turn.session if request.turn is not None else None
         request.wait_reason = make_room(sessions, why_not, claim, own if isinstance(begins, RequestKV) else None)

@@ -61,14 +61,12 @@ class TokenSlots(ABC):
         size = self.page_size
         inside = before % size
         if not np.count_nonzero(inside):
-            num_new = int((-(-after // size)).sum()) - int(before.sum()) // size
-            slots = self.alloc(num_new * size)[::size]
-        else:
-            last = before - 1
-            slots = table[rows, last // size] * np.int32(size) + (last % size).astype(np.int32)
-            slots = self.alloc_extend(before, after, np.where(inside == 0, -1, slots))
-            slots = slots[slots % size == 0]
-        return slots if size == 1 else slots // np.int32(size)
+            return self.alloc_pages(int(np.add.reduce(-(-after // size) - before // size)))
+        last = before - 1
+        slots = table[rows, last // size] * np.int32(size) + (last % size).astype(np.int32)
+        slots = self.alloc_extend(before, after, np.where(inside == 0, -1, slots))
+        pages: Ids = slots[slots % size == 0] // np.int32(size)
+        return pages
 
     def pages_of_row(self, table: Ids, row: int, first: int, last: int) -> Ids:
         """Pages `first..last - 1` of a row of `table`, a copy."""
@@ -113,8 +111,7 @@ class BaseTokenToKVPoolAllocator(TokenSlots):
             raise InvalidInput(f"page_size must be at least 1, got {page_size}.")
         if size < page_size:
             raise InvalidInput(
-                f"a pool of {size} tokens holds no page of {page_size} tokens.",
-                fix=f"make size at least {page_size}.",
+                f"a pool of {size} tokens holds no page of {page_size} tokens.", fix=f"make size at least {page_size}."
             )
         self.page_size = page_size
         self.num_pages = size // page_size
@@ -217,11 +214,14 @@ def slots_of(pages: Ids, page_size: int) -> Ids:
     return slots
 
 
-def slots_in_pages(ids: Longs, counts: Longs, starts: Longs, stops: Longs, page_size: int) -> Ids:
+def slots_in_pages(ids: IdArray, counts: Longs, starts: Longs, stops: Longs, page_size: int) -> Ids:
     """Slots of tokens `starts[i]..stops[i]` of each sequence, packed, int32 `[sum(stops - starts)]`. `ids` are their
     pages or frames, packed as well, `counts[i]` for each sequence."""
     if not len(ids):
         return np.empty(0, dtype=np.int32)
+    if len(counts) == 1:
+        before = int(starts[0]) % page_size
+        return slots_of(ids.astype(np.int32, copy=False), page_size)[before : before + int(stops[0] - starts[0])]
     ends = np.cumsum(counts)
     nonempty = counts > 0
     first, last = (ends - counts)[nonempty], ends[nonempty] - 1
@@ -229,7 +229,7 @@ def slots_in_pages(ids: Longs, counts: Longs, starts: Longs, stops: Longs, page_
     skipped = starts[nonempty] % page_size
     lengths[first] -= skipped
     lengths[last] -= -stops[nonempty] % page_size
-    offsets = ids * page_size
+    offsets = ids.astype(np.int64) * page_size
     offsets[first] += skipped
     offsets -= np.cumsum(lengths) - lengths
     slots = np.repeat(offsets.astype(np.int32), lengths)
