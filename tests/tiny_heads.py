@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-HEADS, KV_HEADS, DIM, WIDE = 4, 2, 8, 48
+HEADS, KV_HEADS, DIM, WIDE = 4, 2, 8, 64
 EPS = 1e-5
 
 

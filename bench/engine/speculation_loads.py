@@ -6,6 +6,7 @@
     json       one record                              records with the same keys and values of their own
     prose      the beginning of a sentence             what the bundled model draws itself at temperature 0.8
     greedy     the same                                what it draws at temperature 0
+    chat       a question                              the same
 
 Text becomes tokens of about four characters, as with a large vocabulary: a word or the first six letters of one, with
 the blank before it. Ids are of no meaning, and other ones in each pair; the bundled model's own texts are its own ids.
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from pydoc_data.topics import topics
 
 GIVEN = ("code", "retrieval", "json")
-DRAWN = ("prose", "greedy")
+DRAWN = ("prose", "greedy", "chat")
 _SEED = 20
 _MODULES = """
 argparse ast asyncio.base_events bisect calendar configparser copy csv dataclasses difflib dis doctest enum
@@ -63,6 +64,12 @@ def opening(index: int, encode: Callable[[str], Sequence[int]]) -> list[int]:
     draw = random.Random(f"{_SEED} prose {index}")
     words = " ".join(f"{draw.choice(_NAMES)}, {draw.choice(_NAMES)} and {draw.choice(_NAMES)}" for _ in range(3))
     return [int(token) for token in encode(f"A letter to {words}.\n\n{draw.choice(_OPENINGS)}")]
+
+
+def question(index: int) -> str:
+    """What pair number `index` of the load `chat` asks, another one for each of the first 729."""
+    names = [_NAMES[index // len(_NAMES) ** place % len(_NAMES)] for place in range(3)]
+    return f"Tell me about {names[0]}, {names[1]} and {names[2]}."
 
 
 _TOKEN = re.compile(r" ?\w{1,6}|\s+|[^\w\s]{1,3}")

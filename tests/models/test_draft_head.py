@@ -11,11 +11,13 @@ import torch
 
 from quire.errors import ModelLoadError, UnsupportedModel
 from quire.kernels.batch import PagedBatch
+from quire.kernels.native.decoder import NativeLayers
 from quire.memory.pool import Pool
 from quire.models.draft_head import LoadedHead, load_head
 from quire.models.forward import RunningForward
 from quire.models.hf import LoadedModel
 from tests.covering import covering
+from tests.models.test_native_decoder import needs_library
 from tests.tiny_heads import dense_choice, dense_head, head_settings, head_tensors, save_head
 from tests.tiny_hybrids import build_hybrid
 from tests.tiny_models import VOCAB_SIZE, build_tiny
@@ -70,6 +72,47 @@ def test_on_pages_it_computes_what_plain_torch_computes(tmp_path, target, kind, 
     assert torch.equal(head.logits(found).argmax(-1), choices) and len(choices.unique()) > 2
     if kind == "eagle3":
         assert (choices % 2 == 1).all()  # the head knows every other token
+
+
+def check_one_call(head: LoadedHead, target: LoadedModel) -> None:
+    """Its layer, bit by bit: in one call, and by the functions that it has in common with other layers."""
+    native = head._head.midlayer.forward.native
+    assert native.is_on
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(VOCAB_SIZE, (LENGTH,), generator=generator)
+    features = torch.randn(LENGTH, target.hidden_size, generator=generator).to(target.module.dtype)
+    before, kept, found = native.num_steps, features.clone(), []
+    for native.is_on in (True, False):
+        found.append(paged(head, tokens, features, 4))
+    native.is_on = True
+    assert native.num_steps == before + len(STEPS)
+    assert torch.equal(*found) and not found[0].isnan().any()
+    assert torch.equal(features, kept), "rows that others read were overwritten"
+
+
+def check_head_in_one_call(kind: str, dtype: torch.dtype, folder: Path) -> None:
+    target = LoadedModel(build_tiny("llama_gqa").to(dtype), name="target")
+    check_one_call(load_head(saved(folder, target, kind)[0], target, eagle3=kind == "eagle3"), target)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_layer_is_one_call(tmp_path, kind, dtype):
+    check_head_in_one_call(kind, dtype, tmp_path)
+
+
+@needs_library
+def test_a_call_that_differs_is_not_used(tmp_path, target, monkeypatch, caplog):
+    real = NativeLayers.compute
+
+    def compute(layers, hidden, *given):
+        real(layers, hidden, *given)
+        hidden.neg_()
+
+    monkeypatch.setattr(NativeLayers, "compute", compute)
+    head = load_head(saved(tmp_path, target, "eagle")[0], target, eagle3=False)
+    assert not head._head.midlayer.forward.native.is_on and "one gives other numbers" in caplog.text
 
 
 def test_a_head_without_offsets_knows_the_first_tokens(tmp_path, target):
@@ -169,11 +212,11 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path, target, kind, changed, s
     [
         ({"midlayer.mlp.up_proj.weight": None}, {}, "lacks the tensor 'midlayer.mlp.up_proj.weight'"),
         ({"extra.weight": torch.zeros(2)}, {}, "besides those of a head, the tensor 'extra.weight'"),
-        ({}, {"intermediate_size": 32}, r"'midlayer.mlp.*' of the head .* is \[48, 64\] of float32, and must be \[32"),
+        ({}, {"intermediate_size": 32}, r"'midlayer.mlp.*' of the head .* is \[64, 64\] of float32, and must be \[32"),
         ({"fc.weight": torch.zeros(32, 64)}, {}, r"'fc.weight' .* is \[32, 64\] .* of 64 rows"),
         ({"fc.weight": torch.zeros(64)}, {}, r"'fc.weight' .* is \[64\] of float32, and must be a matrix"),
-        ({UP: torch.zeros(48, 64, dtype=torch.int8)}, {}, "is .* of int8, and must be .* of float32 or bfloat16"),
-        ({UP: torch.zeros(48, 64).to(torch.float8_e4m3fn)}, {}, "is .* of float8_e4m3fn"),
+        ({UP: torch.zeros(64, 64, dtype=torch.int8)}, {}, "is .* of int8, and must be .* of float32 or bfloat16"),
+        ({UP: torch.zeros(64, 64).to(torch.float8_e4m3fn)}, {}, "is .* of float8_e4m3fn"),
     ],
 )
 def test_tensors_that_are_not_those_of_a_head(tmp_path, target, changed, settings, reason):

@@ -18,7 +18,7 @@ from quire.kernels.native.library import native
 from quire.kernels.native.products import MOST_ROWS
 from quire.memory.pool import Pool
 from quire.models import hf
-from quire.models.forward import RunningForward
+from quire.models.forward import LAST_HIDDEN, RunningForward
 from quire.models.hf import LoadedModel
 from quire.spec.kv_format import KV_FORMATS
 from tests.models.schedule import Schedule
@@ -59,6 +59,32 @@ def check_steps(model: LoadedModel) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_call_is_layer_by_layer(kind: str, dtype: torch.dtype) -> None:
     check_steps(loaded(kind, dtype))
+
+
+def check_kept_layers() -> None:
+    """What layers return is kept as layer by layer, and logits are those of a model that keeps nothing."""
+    model, schedule, found = loaded("llama_gqa"), Schedule(), []
+    assert model._decoder is not None
+    layers, (start, stop) = [0, model.num_layers - 1, LAST_HIDDEN], schedule.steps[0]["a"]
+    tokens, positions = torch.from_numpy(schedule.tokens["a"][start:stop]), torch.arange(start, stop)
+    plain = schedule.run(model, schedule.frames(model), schedule.steps[0])
+    model.capture(layers)
+    assert torch.equal(schedule.run(model, schedule.frames(model), schedule.steps[0]), plain)
+    before = model._decoder.native.num_steps
+    for model._decoder.native.is_on in (True, False):
+        (group,) = schedule.frames(model)
+        running = RunningForward([group.pool], [schedule._batch(group, schedule.steps[0])])
+        logits = model.run(running, tokens, positions, positions[-1:])
+        found.append([logits, *(running.captured([layer]) for layer in layers)])
+    model._decoder.native.is_on = True
+    assert model._decoder.native.num_steps == before + 1
+    assert all(map(torch.equal, *found))
+    own, last = found[0][1:3]
+    assert own.shape == last.shape == (len(tokens), model.hidden_size) and not torch.equal(own, last)
+
+
+def test_layers_whose_outputs_are_kept() -> None:
+    check_kept_layers()
 
 
 def check_tree() -> None:

@@ -161,7 +161,7 @@ def norms_are_swapped(patch: Patch) -> None:
 
     def init(layer: FusedLayer, *given: Any) -> None:
         real(layer, *given)
-        layer._norms.reverse()
+        layer._first, layer._second = layer._second, layer._first
 
     patch.setattr(FusedLayer, "__init__", init)
 
@@ -236,12 +236,12 @@ def replaced_weights_are_passed_over(patch: Patch) -> None:
 def pools_are_not_compared(patch: Patch) -> None:
     real = NativeDecoder.run
 
-    def run(decoder: NativeDecoder, forward: Forward, *given: Tensor) -> bool:
+    def run(decoder: NativeDecoder, forward: Forward, *given: Any, **more: Any) -> bool:
         before = next(iter(decoder._built.values()), None)
         if before and all(known() is not None for known in before.pools):  # no memory that was freed is written
             assert isinstance(forward, RunningForward)
             decoder._built[forward.pools[0]] = replace(before, pools=[ref(pool) for pool in forward.pools])
-        return real(decoder, forward, *given)
+        return real(decoder, forward, *given, **more)
 
     patch.setattr(NativeDecoder, "run", run)
 

@@ -118,6 +118,18 @@ _layers(
     "pass.hidden, nullptr, last.second_norm",
 )
 _layers(
+    "the_attention_of_a_head_reads_what_the_memory_had",
+    "where the layer of a head is computed in one call, its queries, keys and values are of other numbers",
+    "read ? read : normed",
+    "normed",
+)
+_layers(
+    "rows_after_a_layer_are_those_after_the_next",
+    "where layers are computed in one call, a head reads hidden states of another layer",
+    "if (i) keep(pass, i - 1);",
+    "if (i > 1) keep(pass, i - 2);",
+)
+_layers(
     "drafts_of_a_tree_see_their_siblings",
     "where layers are computed in one call, a draft sees drafts of other branches",
     "call.parents = group.parents;",

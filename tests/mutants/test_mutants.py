@@ -69,6 +69,7 @@ from tests.memory.resized_machine import run_resized
 from tests.memory.swa_machine import run_swa
 from tests.memory.test_idle_frames import check_idle_order
 from tests.models import test_native_decoder, test_packing, test_rotary
+from tests.models.test_draft_head import check_head_in_one_call
 from tests.models.test_rotary import check_angles
 from tests.mutants import (
     arena_mutants,
@@ -255,6 +256,8 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "native layers": [
         lambda: test_native_decoder.test_one_call_is_layer_by_layer("qwen2_sliding", torch.float32),
         test_native_decoder.check_tree,
+        test_native_decoder.check_kept_layers,
+        lambda: in_folder(lambda folder: check_head_in_one_call("eagle", torch.float32, folder)),
     ],
     "angles": [
         lambda: with_patches(lambda patch: check_angles("llama_gqa", torch.float32, patch)),

@@ -20,11 +20,19 @@ from torch.nn.functional import embedding
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from quire.kernels.hidden_states import row_functions
-from quire.kernels.native.decoder import LayerParts
+from quire.kernels.native.decoder import LayerParts, Norm
 from quire.models.attention import OWN_ATTENTION, CallOptions, attend
-from quire.models.forward import ProbingForward, current_forward, forward_pass, in_forward
+from quire.models.forward import (
+    LAST_HIDDEN,
+    ProbingForward,
+    current_forward,
+    forward_pass,
+    in_forward,
+    keep_hidden,
+)
+from quire.models.hidden import ReadingLayer
 from quire.models.linear import CLOSE, CpuLinear, Product
-from quire.models.native_decoder import NativeDecoder
+from quire.models.native_decoder import Layers, NativeDecoder
 from quire.models.rotary import Angles
 
 _LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
@@ -47,19 +55,21 @@ class FusedLayer:
         self.own: Callable[..., Tensor] = layer.forward
         self._attention = attention
         self._options = replace(options, others={})  # which attention of a module's keys and values does not read
-        self._norms = [
-            (norm, norm.variance_epsilon) for norm in (layer.input_layernorm, layer.post_attention_layernorm)
-        ]
+        self._first = None if isinstance(layer, ReadingLayer) else layer.input_layernorm
+        self._second = layer.post_attention_layernorm
         self._head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
-        self._all_norms = [norm for norm, _ in self._norms] + list(self._head_norms or ())
+        self._norms = [self._second, *(self._head_norms or ())]
+        self.native: NativeDecoder | None = None
+        """What computes it in one call of its own, if no decoder calls it with others."""
         found = [
             module._product for module in (attention.q_proj, attention.o_proj, layer.mlp.gate_proj, layer.mlp.down_proj)
         ]
         self._heads_of, self._out, self._pairs, self._down = self._products = tuple(found)
-        self._held = [norm.__dict__["_parameters"] for norm in self._all_norms]
+        held = self._norms if self._first is None else [self._first, *self._norms]
+        self._held = [norm.__dict__["_parameters"] for norm in held]
         self._dim = attention.head_dim
         self._num_queries, self._num_keys = (size // self._dim for size in self._heads_of.sizes[:2])
-        weight = layer.input_layernorm.weight
+        weight = self._second.weight
         self._rows = row_functions(weight.device, weight.dtype)
         self.backend = self._rows.backend
 
@@ -71,7 +81,8 @@ class FusedLayer:
             return None
         return LayerParts(
             products=found,
-            norms=tuple((norm.weight.detach(), norm.variance_epsilon) for norm in self._all_norms),
+            first=None if self._first is None else _norm_of(self._first),
+            norms=tuple(map(_norm_of, self._norms)),
             terms=self._options,
             queries=self._num_queries,
             keys=self._num_keys,
@@ -83,21 +94,30 @@ class FusedLayer:
         for product, found in zip(self._products, parts.products, strict=True):
             if product.native is not found:
                 return False
-        for held, (weight, _) in zip(self._held, parts.norms, strict=True):  # modules find them slowly
+        norms = parts.norms if parts.first is None else (parts.first, *parts.norms)
+        for held, (weight, _) in zip(self._held, norms, strict=True):  # modules find them slowly
             if held["weight"].data_ptr() != weight.data_ptr():
                 return False
         return True
 
     def __call__(self, hidden_states: Tensor, *args: Any, position_embeddings: Any = None, **others: Any) -> Tensor:
-        """Rows after the layer, `[1, T, hidden]`, of rows before it; `position_embeddings` are two `[1, T, dim]`."""
-        if args or position_embeddings is None or not in_forward():
+        """Rows after the layer, `[1, T, hidden]`, of rows before it, and for a `ReadingLayer` of what its attention
+        reads; `position_embeddings` are two `[1, T, dim]`."""
+        if len(args) != (self._first is None) or position_embeddings is None or not in_forward():
             return self.own(hidden_states, *args, position_embeddings=position_embeddings, **others)
         rows = self._rows
-        (first, first_eps), (second, second_eps) = self._norms
+        second, second_eps = self._second, self._second.variance_epsilon
         cos, sin = position_embeddings
         before = hidden_states.contiguous()
-        _, normed = rows.add_rms_norm(before, None, first.weight, first_eps)
-        heads = self._heads_of.compute(normed).view(before.shape[1], -1, self._dim)
+        read = args[0].contiguous() if args else None
+        if self.native is not None:
+            after = before.clone()
+            if self.native.run(current_forward(), after[0], (cos[0], sin[0]), None if read is None else read[0]):
+                return after
+        if self._first is not None:
+            _, read = rows.add_rms_norm(before, None, self._first.weight, self._first.variance_epsilon)
+        assert read is not None
+        heads = self._heads_of.compute(read).view(before.shape[1], -1, self._dim)
         queries, turned = self._num_queries, self._num_queries + self._num_keys
         norms = None
         if self._head_norms is not None:
@@ -144,7 +164,7 @@ class FusedDecoder:
             if inner["norm"].weight.dtype is not model.model.embed_tokens(tokens).dtype:
                 return None
             rows = torch.tensor([0, 3], device=model.device)
-            same = _is_close(found(tokens, positions, rows), wanted[rows]) and _is_close(
+            same = is_close(found(tokens, positions, rows), wanted[rows]) and is_close(
                 found(tokens, positions, tokens - 1), wanted
             )
         return found if same else None
@@ -153,28 +173,47 @@ class FusedDecoder:
         """Logits `[len(rows), vocabulary]` of ascending `rows` of the step's `tokens` `[T]` at `positions` `[T]`."""
         return self.logits(self.hidden(tokens, positions), rows)
 
-    def hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """What the last layer returns, `[T, hidden]`."""
+    def hidden(self, tokens: Tensor, positions: Tensor, keeps: Layers = ()) -> Tensor:
+        """What the last layer returns, `[T, hidden]`. The forward pass keeps what layers of `keeps` return."""
         if self._is_table:  # the module takes twice as long
             hidden: Tensor = embedding(tokens, self._embedding.__dict__["_parameters"]["weight"])[None]
         else:
             hidden = self._embedding(tokens)[None]
         angles = self.angles.at(positions, hidden)
-        if self.native.run(current_forward(), hidden[0], angles[0][0], angles[1][0]):
+        forward = current_forward()
+        if self.native.run(forward, hidden[0], (angles[0][0], angles[1][0]), keeps=keeps):
             return hidden[0]
-        for layer in self._layers:
+        for at, layer in enumerate(self._layers):
             hidden = layer(hidden, position_embeddings=angles)
+            if at in keeps:
+                keep_hidden(forward, at, hidden[0])
         return hidden[0]
 
-    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Logits `[len(rows), vocabulary]` of ascending `rows` of what the last layer has returned."""
-        return self._head.compute(self.normed(hidden, rows))
+    def logits(self, hidden: Tensor, rows: Tensor, keeps: Layers = ()) -> Tensor:
+        """Logits `[len(rows), vocabulary]` of ascending `rows` of what the last layer has returned. With `LAST_HIDDEN`
+        in `keeps` the forward pass keeps what the output layer would read of all rows."""
+        if LAST_HIDDEN not in keeps:
+            return self._head.compute(self.normed(hidden, rows))
+        every = self._normed(hidden)
+        keep_hidden(current_forward(), LAST_HIDDEN, every)
+        return self._head.compute(_rows_of(every, rows))
 
     def normed(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """What the output layer reads, `[len(rows), hidden]`, of ascending `rows` of what the last layer returned."""
-        last = hidden if rows.shape == hidden.shape[:1] else hidden.index_select(0, rows)
-        _, normed = self._rows.add_rms_norm(last, None, self._norm.weight, self._norm.variance_epsilon)
+        return self._normed(_rows_of(hidden, rows))
+
+    def _normed(self, hidden: Tensor) -> Tensor:
+        _, normed = self._rows.add_rms_norm(hidden, None, self._norm.weight, self._norm.variance_epsilon)
         return normed
+
+
+def _rows_of(every: Tensor, rows: Tensor) -> Tensor:
+    """Ascending rows."""
+    return every if rows.shape == every.shape[:1] else every.index_select(0, rows)
+
+
+def _norm_of(norm: Any) -> Norm:
+    return norm.weight.detach(), norm.variance_epsilon
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,21 +221,21 @@ class _Seen:
     """What one layer was given in the dry run, and what it returned."""
 
     arguments: dict[str, Any]
-    rows: Tensor
+    given: tuple[Tensor, ...]
     out: Tensor
     calls: list[tuple[Tensor, Tensor, Tensor, CallOptions]]
 
 
 @torch.inference_mode()
-def fuse_layers(model: nn.Module, context_length: int, inputs: dict[str, Any]) -> list[FusedLayer]:
-    """Fuse the layers of `model` that can be, on its packed weights; `inputs` are those of each call of it. Returns
-    those that are fused now."""
+def fuse_layers(model: nn.Module, context_length: int, run: Callable[[Tensor, Tensor], Any]) -> list[FusedLayer]:
+    """Fuse the layers of `model` that can be, on its packed weights; `run` computes it on tokens at positions, both
+    int64 `[1, T]`. Returns those that are fused now."""
     layers = [layer for layer in model.modules() if _has_structure(layer)]
     if not layers:
         return []
     positions = [*_POSITIONS, *range(max(context_length - 3, 12), context_length)]
     fused: list[FusedLayer] = []
-    for layer, seen in zip(layers, _observe(model, layers, positions, inputs), strict=True):
+    for layer, seen in zip(layers, _observe(layers, positions, run), strict=True):
         if seen is not None and _fits(layer, seen):
             candidate = FusedLayer(layer, seen.calls[0][3])
             if _is_same(candidate, seen):
@@ -207,13 +246,9 @@ def fuse_layers(model: nn.Module, context_length: int, inputs: dict[str, Any]) -
 
 def _has_structure(layer: nn.Module) -> bool:
     children = dict(layer.named_children())
-    if set(children) != _LAYER:
+    if set(children) != _LAYER and not isinstance(layer, ReadingLayer):
         return False
-    attention, mlp, norms = (
-        children["self_attn"],
-        children["mlp"],
-        [children[name] for name in _LAYER if "norm" in name],
-    )
+    attention, mlp, norms = children["self_attn"], children["mlp"], [children[name] for name in _norm_names(layer)]
     own, parts = dict(attention.named_children()), dict(mlp.named_children())
     if set(own) - _HEAD_NORMS != _ATTENTION or len(set(own) & _HEAD_NORMS) == 1 or set(parts) - {"act_fn"} != _MLP:
         return False
@@ -233,6 +268,11 @@ def _has_structure(layer: nn.Module) -> bool:
     )
 
 
+def _norm_names(layer: nn.Module) -> list[str]:
+    """Its norms, but for those of heads and those that a `ReadingLayer` has for what it reads."""
+    return ["post_attention_layernorm"] if isinstance(layer, ReadingLayer) else [n for n in _LAYER if "norm" in n]
+
+
 def _is_rms_norm(norm: nn.Module) -> bool:
     return hasattr(norm, "variance_epsilon") and set(norm.__dict__["_parameters"]) == {"weight"}
 
@@ -243,9 +283,7 @@ def _are_one(*layers: Any) -> bool:
     return product is not None and product.layers == layers
 
 
-def _observe(
-    model: nn.Module, layers: Sequence[Any], positions: list[int], inputs: dict[str, Any]
-) -> list[_Seen | None]:
+def _observe(layers: Sequence[Any], positions: list[int], run: Callable[[Tensor, Tensor], Any]) -> list[_Seen | None]:
     """What the own code of each layer does in a dry run; None for one that is called in another way."""
     probing, hooks = ProbingForward(), []
     found: list[_Seen | None] = [None] * len(layers)
@@ -255,19 +293,19 @@ def _observe(
         begun.append(len(probing.attended))
 
     def leave(module: Any, args: tuple[Any, ...], arguments: dict[str, Any], out: Any) -> None:
-        if len(args) == 1 and isinstance(out, Tensor):
-            found[layers.index(module)] = _Seen(arguments, args[0], out, probing.attended[begun[-1] :])
+        if len(args) == 1 + isinstance(module, ReadingLayer) and isinstance(out, Tensor):
+            found[layers.index(module)] = _Seen(arguments, args, out, probing.attended[begun[-1] :])
 
     for layer in layers:
         hooks += [
             layer.register_forward_pre_hook(enter, with_kwargs=True),
             layer.register_forward_hook(leave, with_kwargs=True),
         ]
-    device = next(model.parameters()).device
+    device = layers[0].post_attention_layernorm.weight.device  # that of a linear layer makes it plain
     tokens = torch.arange(1, 1 + len(positions), device=device)[None]
     try:
         with forward_pass(probing):
-            model(input_ids=tokens, position_ids=torch.tensor(positions, device=device)[None], **inputs)
+            run(tokens, torch.tensor(positions, device=device)[None])
     finally:
         for hook in hooks:
             hook.remove()
@@ -279,14 +317,15 @@ def _fits(layer: Any, seen: _Seen) -> bool:
     angles = seen.arguments.get("position_embeddings")
     if len(seen.calls) != 1 or not isinstance(angles, tuple) or len(angles) != 2:
         return False
-    (query, key, value, options), count, dim = seen.calls[0], seen.rows.shape[1], layer.self_attn.head_dim
+    (query, key, value, options), rows, dim = seen.calls[0], seen.given[0], layer.self_attn.head_dim
+    count, width = rows.shape[1:]
     sizes = [dim * tensor.shape[1] for tensor in (query, key, value)]
-    norms = [(layer.input_layernorm, seen.rows.shape[2]), (layer.post_attention_layernorm, seen.rows.shape[2])]
+    norms = [(getattr(layer, name), width) for name in _norm_names(layer)]
     norms += [(getattr(layer.self_attn, name), dim) for name in _HEAD_NORMS if hasattr(layer.self_attn, name)]
     tensors = [*angles, *(norm.weight for norm, _ in norms), query, key, value]
     return (
         options.sinks is None
-        and all(tensor.dtype is seen.rows.dtype for tensor in tensors)
+        and all(tensor.dtype is rows.dtype for tensor in (*tensors, *seen.given))
         and all(list(tensor.shape) == [1, count, dim] for tensor in angles)
         and all(list(norm.weight.shape) == [width] for norm, width in norms)
         and key.shape == value.shape
@@ -297,25 +336,30 @@ def _fits(layer: Any, seen: _Seen) -> bool:
 
 def _is_same(candidate: FusedLayer, seen: _Seen) -> bool:
     """Whether the fused layer does what the layer's own code does."""
-    rows = seen.rows.float()
-    size = rows.pow(2).mean(-1, keepdim=True).sqrt().clamp_min(_SMALL)
-    small = (rows * (_SMALL / size)).to(seen.rows.dtype)
+    small = tuple(map(_small, seen.given))
     ((*tensors, _),) = seen.calls
     wanted = [*tensors, seen.out], _outputs(candidate.own, small, seen)
-    found = _outputs(candidate, seen.rows, seen), _outputs(candidate, small, seen)
-    return all(_is_close(*each) for pair in zip(found, wanted, strict=True) for each in zip(*pair, strict=True))
+    found = _outputs(candidate, seen.given, seen), _outputs(candidate, small, seen)
+    return all(is_close(*each) for pair in zip(found, wanted, strict=True) for each in zip(*pair, strict=True))
 
 
-def _outputs(layer: Callable[..., Tensor], rows: Tensor, seen: _Seen) -> list[Tensor]:
-    """Queries, keys, values and the output of a layer that gets `rows` in place of those of the dry run."""
+def _small(rows: Tensor) -> Tensor:
+    wide = rows.float()
+    size = wide.pow(2).mean(-1, keepdim=True).sqrt().clamp_min(_SMALL)
+    return (wide * (_SMALL / size)).to(rows.dtype)
+
+
+def _outputs(layer: Callable[..., Tensor], given: tuple[Tensor, ...], seen: _Seen) -> list[Tensor]:
+    """Queries, keys, values and the output of a layer that is given these rows in place of those of the dry run."""
     probing = ProbingForward()
     with forward_pass(probing):
-        out = layer(rows, **seen.arguments)
+        out = layer(*given, **seen.arguments)
     ((*tensors, _),) = probing.attended
     return [*tensors, out]
 
 
-def _is_close(found: Tensor, wanted: Tensor) -> bool:
+def is_close(found: Tensor, wanted: Tensor) -> bool:
+    """Whether rows are those of other functions, but for the rounding of their dtype."""
     if found.shape != wanted.shape or found.dtype is not wanted.dtype:
         return False
     return bool((found.float() - wanted.float()).norm() <= CLOSE[wanted.dtype] * wanted.float().norm())

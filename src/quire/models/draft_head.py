@@ -13,6 +13,7 @@ tokens. A head holds weights and computes; it stores nothing besides the keys an
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -20,31 +21,39 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
-    LlamaDecoderLayer,
     LlamaMLP,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
 )
 
 from quire.errors import ModelLoadError, UnsupportedModel
-from quire.memory.pool import torch_dtype
+from quire.kernels.batch import PagedBatch
+from quire.memory.pool import Pool, torch_dtype
 from quire.models.attention import IMPLEMENTATION
+from quire.models.decoder_layer import FusedLayer, fuse_layers, is_close
 from quire.models.fingerprint import fingerprint_weights, identity_of
 from quire.models.forward import LAST_HIDDEN, RecordingForward, RunningForward, forward_pass
 from quire.models.hf import LoadedModel
-from quire.models.hidden import DraftHead
+from quire.models.hidden import DraftHead, ReadingLayer
 from quire.models.linear import Packing, linear_inputs, prepare_linears, weight_bytes
-from quire.models.rotary import fix_rotary
+from quire.models.native_decoder import NativeDecoder
+from quire.models.rotary import Angles, fix_rotary
 from quire.models.source import ModelSource, quiet, reading
 from quire.plan.speculation import LAYER_IDS, captured_layers, check_head
 from quire.spec.families import Layer
 from quire.spec.layers import AttentionCall
+
+logger = logging.getLogger(__name__)
+
+_SOME_TOKENS = 4
+"""Tokens of a page in the check of a head."""
 
 _PREFIX = re.compile(r"^(model\.)?(layers\.0|midlayer)\.")
 _UNUSED = ("embed_tokens.weight", "t2d", "midlayer.self_attn.rotary_emb.inv_freq")
@@ -71,37 +80,34 @@ class HeadShape:
         return self.draft_vocab > 0
 
 
-class _EagleBlock(LlamaDecoderLayer):  # type: ignore[misc]
-    """A Llama layer whose input is not normalised."""
+class _EagleBlock(ReadingLayer):
+    """Its attention reads the rows as they are."""
 
     def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config, 0)
-        self.input_layernorm = nn.Identity()
+        super().__init__()
+        self.self_attn = LlamaAttention(config, 0)
+        self.mlp = LlamaMLP(config)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
-class _Eagle3Block(nn.Module):
-    """A Llama layer whose attention reads embeddings and features side by side."""
+class _Eagle3Block(_EagleBlock):
+    """Its attention reads embeddings and features side by side."""
 
     def __init__(self, config: LlamaConfig, shape: HeadShape) -> None:
-        super().__init__()
+        super().__init__(config)
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.norm_before_residual = shape.norm_before_residual
         self.hidden_norm = LlamaRMSNorm(hidden, eps)
         self.input_layernorm = LlamaRMSNorm(hidden, eps)
-        self.self_attn = LlamaAttention(config, 0)
         for name in ("q_proj", "k_proj", "v_proj"):
             narrow: nn.Linear = getattr(self.self_attn, name)
             setattr(self.self_attn, name, nn.Linear(2 * hidden, narrow.out_features, narrow.bias is not None))
-        self.post_attention_layernorm = LlamaRMSNorm(hidden, eps)
-        self.mlp = LlamaMLP(config)
 
-    def forward(self, embeddings: Tensor, features: Tensor, **others: Any) -> Tensor:
+    def inputs(self, embeddings: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows, `[1, T, hidden]`, and what attention reads, `[1, T, 2 * hidden]`."""
         normed = self.hidden_norm(features)
-        residual = normed if self.norm_before_residual else features
-        attended, _ = self.self_attn(torch.cat((self.input_layernorm(embeddings), normed), -1), **others)
-        attended = residual + attended
-        out: Tensor = attended + self.mlp(self.post_attention_layernorm(attended))
-        return out
+        rows = normed if self.norm_before_residual else features
+        return rows, torch.cat((self.input_layernorm(embeddings), normed), -1)
 
 
 class EagleHead(DraftHead):
@@ -112,9 +118,10 @@ class EagleHead(DraftHead):
         self.config, self.shape = config, shape
         hidden = config.hidden_size
         self.rotary_emb = LlamaRotaryEmbedding(config)
+        self._angles: Angles | None = None
         if shape.is_eagle3:
             self.fc = nn.Linear(shape.num_features * shape.target_hidden, hidden, shape.bias)
-            self.midlayer = _Eagle3Block(config, shape)
+            self.midlayer: _EagleBlock = _Eagle3Block(config, shape)
             self.norm = LlamaRMSNorm(hidden, config.rms_norm_eps)
             self.lm_head = nn.Linear(hidden, shape.draft_vocab, bias=False)
             self.d2t = nn.Buffer(torch.zeros(shape.draft_vocab, dtype=torch.int64))
@@ -127,12 +134,21 @@ class EagleHead(DraftHead):
         fused: Tensor = self.fc(captured) if self.shape.is_eagle3 else captured
         return fused
 
+    def prepare(self, context_length: int) -> int:
+        """Angles of all positions."""
+        self._angles = Angles(
+            self.rotary_emb, self.midlayer.post_attention_layernorm.weight[None, None], context_length
+        )
+        return self._angles.num_bytes
+
     def forward(self, embeddings: Tensor, features: Tensor, positions: Tensor) -> Tensor:
-        others = {"position_embeddings": self.rotary_emb(features, positions)}
-        if self.shape.is_eagle3:
-            out: Tensor = self.midlayer(embeddings, features, **others)
+        kept = self._angles
+        angles = self.rotary_emb(features, positions) if kept is None else kept.at(positions[0], features)
+        if isinstance(self.midlayer, _Eagle3Block):
+            rows, read = self.midlayer.inputs(embeddings, features)
         else:
-            out = self.midlayer(self.fc(torch.cat((embeddings, features), -1)), **others)
+            rows = read = self.fc(torch.cat((embeddings, features), -1))
+        out: Tensor = self.midlayer(rows, read, position_embeddings=angles)
         return out
 
     def logits(self, features: Tensor, target_head: nn.Module) -> Tensor:
@@ -172,9 +188,15 @@ class LoadedHead:
             self._layer = self._discover()
         self._packing = Packing.of(head, inputs) if target.packing.products else Packing()
         self.weight_bytes = weight_bytes(head)
+        fused: list[FusedLayer] = []
+        if self._packing.products:
+            self.weight_bytes += head.prepare(target.spec.context_length)
+            fused = fuse_layers(head, target.spec.context_length, self._dry)
         target.packing.pack()
         self.spec = replace(target.spec, architecture=type(head).__name__, layers=(self._layer,), drafts=())
         target.capture(layers)
+        if len(fused) == len(self._layer) == 1:
+            self._call_once(fused[0])
 
     @cached_property
     def _fingerprint(self) -> bytes:
@@ -207,6 +229,26 @@ class LoadedHead:
             out: Tensor = self._head(self._embedding(tokens)[None], features[None], positions[None])
         assert running.ordinal - running.first == len(self._layer), "a head made other attention calls than at load"
         return out[0]
+
+    def _dry(self, tokens: Tensor, positions: Tensor) -> None:
+        """A pass over tokens at positions, both int64 `[1, T]`, with features that no target has computed."""
+        embeddings = self._embedding(tokens)
+        self._head(embeddings, embeddings.flip(1), positions)
+
+    @torch.inference_mode()
+    def _call_once(self, layer: FusedLayer) -> None:
+        """From now on one call of the library computes the layer, if it gives what the layer's functions give."""
+        native = layer.native = NativeDecoder([layer])
+        (group,) = self.spec.groups(_SOME_TOKENS)
+        tokens, found = torch.arange(2 * _SOME_TOKENS, device=self.device), []
+        features = self._embedding(tokens.flip(0))
+        for native.is_on in (True, False):
+            batch = PagedBatch.of(np.array([[1, 2]], np.int32), np.array([0]), np.array([len(tokens)]), _SOME_TOKENS)
+            running = RunningForward((Pool(group.layout, 3),), (batch,))
+            found.append(self.run(running, tokens, features, tokens))
+        native.is_on = is_close(*found)
+        if not native.is_on:
+            logger.warning("the layer of '%s' is computed by several calls: one gives other numbers", self.name)
 
     @torch.inference_mode()
     def _discover(self) -> Layer:

@@ -187,6 +187,12 @@ class ProbingForward(RecordingForward):
 
 Forward = RunningForward | RecordingForward
 
+
+def keep_hidden(forward: Forward, layer: int, states: Tensor) -> None:
+    """What a layer returned in this pass, `[T, hidden]`, for `RunningForward.captured`."""
+    forward.shared.setdefault(HIDDEN, {})[layer] = states
+
+
 _forward: ContextVar[Forward | None] = ContextVar("quire_forward", default=None)
 
 

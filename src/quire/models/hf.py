@@ -134,7 +134,7 @@ class LoadedModel:
         self._decoder: FusedDecoder | None = None
         self.num_fused, self._fused_backend = 0, ""
         if self.packing.products:
-            fused = fuse_layers(model, self.spec.context_length, self._inputs)
+            fused = fuse_layers(model, self.spec.context_length, self._run_module)
             self.num_fused, self._fused_backend = len(fused), fused[0].backend if fused else ""
             if self.num_fused == self.num_layers:
                 self._decoder = FusedDecoder.of(model, self.spec.context_length, self._inputs)
@@ -179,7 +179,7 @@ class LoadedModel:
             "layers": self.num_layers,
             "fused_layers": self.num_fused,
             "fused_backend": self._fused_backend,
-            "fused_decoder": int(self._decoder is not None and not self._captured),
+            "fused_decoder": int(self._decoder is not None),
             "packed_linears": self.packing.num_layers,
             "packed_bytes": self.packing.num_bytes,
         }
@@ -204,9 +204,9 @@ class LoadedModel:
         batch of them for each group of `spec.groups`.
         """
         with forward_pass(running):
-            if self._decoder is not None and not self._captured:
-                hidden = self._decoder.hidden(input_ids, positions)
-                logits = self._decoder.logits(hidden, rows)
+            if self._decoder is not None:
+                hidden = self._decoder.hidden(input_ids, positions, self._captured)
+                logits = self._decoder.logits(hidden, rows, self._captured)
                 running.output = hidden if running.keeps_output else None
             else:
                 with keeping_output(self._inner, running) if running.keeps_output else nullcontext():
@@ -219,7 +219,7 @@ class LoadedModel:
     @torch.inference_mode()
     def more_logits(self, running: RunningForward, rows: Tensor) -> Tensor:
         """Logits float32 `[len(rows), vocab_size]` of other ascending flat rows, of a pass that `keeps_output`."""
-        if self._decoder is not None and not self._captured:
+        if self._decoder is not None:
             return self._decoder.logits(running.output, rows).float()
         ids = torch.zeros(1, len(rows), dtype=torch.int64, device=self.device)
         with returning(self._inner, output_of_rows(running.output, rows)):
@@ -229,7 +229,7 @@ class LoadedModel:
     @torch.inference_mode()
     def hidden_states(self, running: RunningForward, rows: Tensor) -> Tensor:
         """What the output layer reads, `[len(rows), hidden]`, of ascending flat rows of a pass that `keeps_output`."""
-        if self._decoder is not None and not self._captured:
+        if self._decoder is not None:
             return self._decoder.normed(running.output, rows)
         found: Tensor = running.output.last_hidden_state[0].index_select(0, rows)
         return found
@@ -302,6 +302,10 @@ class LoadedModel:
             )
         return calls
 
+    def _run_module(self, tokens: Tensor, positions: Tensor) -> Any:
+        """What the module returns for tokens at positions, both int64 `[1, T]`."""
+        return self.module(input_ids=tokens, position_ids=positions, **self._inputs)
+
     @torch.inference_mode()
     def _recorded(self) -> RecordingForward:
         """A pass over some tokens, without a pool."""
@@ -309,7 +313,7 @@ class LoadedModel:
         tokens = torch.zeros(1, _SOME_TOKENS, dtype=torch.int64, device=self.device)
         positions = torch.arange(_SOME_TOKENS, device=self.device).unsqueeze(0)
         with forward_pass(recording):
-            self.module(input_ids=tokens, position_ids=positions, **self._inputs)
+            self._run_module(tokens, positions)
         return recording
 
     def _endless(self) -> int | None:

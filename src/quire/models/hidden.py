@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from quire.errors import UnsupportedModel
-from quire.models.forward import HIDDEN, LAST_HIDDEN, RunningForward, current_forward, in_forward
+from quire.models.forward import LAST_HIDDEN, RunningForward, current_forward, in_forward, keep_hidden
 
 
 class DraftHead(nn.Module, ABC):
@@ -34,6 +34,10 @@ class DraftHead(nn.Module, ABC):
         `embeddings` `[1, T, hidden]` are those of the tokens behind the positions `[1, T]` of the features.
         """
 
+    def prepare(self, context_length: int) -> int:
+        """Compute once what passes up to this context need again and again. Returns its bytes."""
+        return 0
+
     @abstractmethod
     def logits(self, features: Tensor, target_head: nn.Module) -> Tensor:
         """Logits `[..., draft vocabulary]` of the token that follows; `target_head` is the target's output layer."""
@@ -41,6 +45,22 @@ class DraftHead(nn.Module, ABC):
     def target_ids(self) -> Tensor | None:
         """The target's ids of the draft vocabulary, int64; None if both are the same."""
         return None
+
+
+class ReadingLayer(nn.Module):
+    """A Llama layer whose attention reads rows that its caller gives, in place of a norm of those that it adds to: a
+    head's."""
+
+    self_attn: Any
+    post_attention_layernorm: Any
+    mlp: Any
+
+    def forward(self, rows: Tensor, read: Tensor, **others: Any) -> Tensor:
+        """Rows after the layer, `[1, T, hidden]`, of those before it and what its attention reads, `[1, T, inputs]`."""
+        attended, _ = self.self_attn(read, **others)
+        attended = rows + attended
+        out: Tensor = attended + self.mlp(self.post_attention_layernorm(attended))
+        return out
 
 
 def capture_hidden(decoder: nn.Module, layers: Sequence[int], name: str) -> list[RemovableHandle]:
@@ -97,4 +117,4 @@ def _keep(layer: int, module: nn.Module, inputs: Any, output: Any) -> None:
     del module, inputs
     if in_forward():
         states: Tensor = output if isinstance(output, Tensor) else output[0]
-        current_forward().shared.setdefault(HIDDEN, {})[layer] = states[0]
+        keep_hidden(current_forward(), layer, states[0])

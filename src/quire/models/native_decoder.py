@@ -6,7 +6,7 @@ many rows, other kernels, encoded pages, pages in host memory, plain weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -19,7 +19,10 @@ from quire.kernels.native.decoder import LayerParts, NativeLayers
 from quire.kernels.native.library import native
 from quire.kernels.native.products import MOST_ROWS
 from quire.memory.pool import Pool
-from quire.models.forward import Forward, RunningForward
+from quire.models.forward import LAST_HIDDEN, Forward, RunningForward, keep_hidden
+
+Layers = Collection[int]
+"""Layers whose outputs are kept, for a draft head; `LAST_HIDDEN` among them is left to the caller."""
 
 
 class NativeLayer(Protocol):
@@ -50,9 +53,17 @@ class NativeDecoder:
         self._layers = list(layers)
         self._built = WeakKeyDictionary[Pool, _Built]()
 
-    def run(self, forward: Forward, hidden: Tensor, cos: Tensor, sin: Tensor) -> bool:
-        """Compute all layers in place of `hidden` `[T, width]`, with angles `[T, dim]`, and write their pages. Returns
-        False, and changes nothing, if the library cannot compute the step."""
+    def run(
+        self,
+        forward: Forward,
+        hidden: Tensor,
+        angles: tuple[Tensor, Tensor],
+        read: Tensor | None = None,
+        keeps: Layers = (),
+    ) -> bool:
+        """Compute all layers in place of `hidden` `[T, width]`, with `angles`, two of `[T, dim]`, and write their
+        pages. What layers of `keeps` return is kept by `forward`. `read`: see `NativeLayers.compute`. Returns False,
+        and changes nothing, if the library cannot compute the step."""
         count = hidden.shape[0]
         if not self.is_on or count > MOST_ROWS or type(forward) is not RunningForward:
             return False  # a subclass may look at each layer
@@ -66,7 +77,10 @@ class NativeDecoder:
             return False
         if batches[0].backend.native(len(self._layers)) is None:
             return False
-        built.layers.compute(hidden, cos, sin, batches)
+        kept = {layer: hidden.new_empty(hidden.shape) for layer in keeps if layer != LAST_HIDDEN}
+        built.layers.compute(hidden, angles[0], angles[1], batches, read, kept)
+        for layer, states in kept.items():
+            keep_hidden(forward, layer, states)
         forward.ordinal += len(self._layers)
         self.num_steps += 1
         return True

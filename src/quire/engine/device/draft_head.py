@@ -54,7 +54,7 @@ class _Recent:
         last = (positions >= ends - self._width).nonzero()[0]
         if len(last) < len(positions):
             rows, positions, vectors = rows[last], positions[last], vectors[to_device(last, vectors.device)]
-        self._kept[self._places(rows, positions)] = vectors.to(self._kept.dtype)
+        self._kept.index_copy_(0, self._places(rows, positions), vectors.to(self._kept.dtype))
 
     def move(self, rows: Rows, sources: Lengths, targets: Lengths) -> None:
         """What is stored of positions `sources` is that of `targets` now."""
@@ -96,6 +96,7 @@ class HeadDrafter(PageDrafter):
         if self._config.branches:
             return self._grow_from(features, len(batch), at, Ahead(some, known, depth))
         tokens = np.zeros((len(batch), int(depth.max())), dtype=np.int32)
+        ahead, which = self._layers.ahead(some, known - 1, known + depth - 2), np.arange(len(at))
         for place in range(tokens.shape[1]):
             drawn = self._draw(some, known, place, self._head.logits(features))
             tokens[at, place] = self._tokens[some.rows, known + place] = drawn.cpu().numpy()
@@ -103,11 +104,12 @@ class HeadDrafter(PageDrafter):
             if not len(going):
                 break
             if len(going) < len(at):
-                some, at, known, depth = some.part(going), at[going], known[going], depth[going]
+                some, at, which = some.part(going), at[going], which[going]
+                known, depth = known[going], depth[going]
                 where = to_device(going, features.device)
                 features, drawn = features[where], drawn[where]
-            positions = known + place - 1
-            features = self._run(some, positions, positions + 1, drawn, features)
+            running, positions = ahead.running(place, which)
+            features = self._head.run(running, drawn, features, positions)
         self._drawn = self._drawing
         return Drafts(most, tokens)
 
@@ -156,8 +158,11 @@ class HeadDrafter(PageDrafter):
         if len(at):
             self._fill(step, at, computed[at], features, drawn)
             computed[at] = ends[at]
-        places = flatten_ranges(starts, ends)  # rows of a tree, not their positions
-        self._features.store(np.repeat(rows, step.counts), places, np.repeat(ends, step.counts), features)
+        if step.num_tokens == len(step):  # one row each
+            self._features.store(rows, starts, ends, features)
+        else:
+            places = flatten_ranges(starts, ends)  # rows of a tree, not their positions
+            self._features.store(np.repeat(rows, step.counts), places, np.repeat(ends, step.counts), features)
         self._serials[rows], self._computed[rows] = step.batch.serials, computed
 
     def _fill(self, step: Step, at: Rows, starts: Lengths, features: Tensor, drawn: Drawn | None) -> None:

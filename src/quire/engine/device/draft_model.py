@@ -10,6 +10,7 @@ lower tiers. A page is committed only after both models have computed it:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,17 +62,49 @@ class DraftLayers:
         """
         offsets = np.zeros(len(starts) + 1, dtype=np.int64)
         np.cumsum(ends - starts, out=offsets[1:])
+        rows = self._cache.rows
+        frames = rows.page_table(requests, ends, self._group)
+        return self._pass(offsets, ends, frames, rows.slots(requests, starts, ends, self._group), parents)
+
+    def ahead(self, requests: RunningBatch, starts: Lengths, ends: Lengths) -> RowsAhead:
+        """Passes over rows `starts[i]:ends[i]` of request i, one row after the other. Pages up to `ends` are
+        allocated."""
+        rows, counts = self._cache.rows, ends - starts
+        frames = rows.page_table(requests, ends, self._group)
+        slots = rows.slots(requests, starts, ends, self._group)
+        return RowsAhead(self._pass, starts, frames, slots, np.cumsum(counts) - counts)
+
+    def _pass(
+        self, offsets: Lengths, ends: Lengths, frames: Ids, slots: Ids, parents: Ids | None = None
+    ) -> tuple[RunningForward, Tensor]:
         batch = PagedBatch(
             query_starts=offsets.astype(np.int32),
             context_lens=ends.astype(np.int32),
-            frames=self._cache.rows.page_table(requests, ends, self._group),
-            slots=self._cache.rows.slots(requests, starts, ends, self._group),
+            frames=frames,
+            slots=slots,
             page_size=self._cache.page_size,
             parents=parents,
             backend=self._backend,
         )
-        positions = to_device(batch.positions(), self.device)
-        return RunningForward((self._pool,), (batch,), first=self._first), positions
+        positions = ends - 1 if len(slots) == len(ends) else batch.positions()
+        return RunningForward((self._pool,), (batch,), first=self._first), to_device(positions, self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class RowsAhead:
+    """Passes of one row of each request, whose pages were looked up together. `slots` are those of all rows, and begin
+    at `firsts[i]` for request i."""
+
+    make: Callable[[Lengths, Lengths, Ids, Ids], tuple[RunningForward, Tensor]]
+    starts: Lengths
+    frames: Ids
+    slots: Ids
+    firsts: Lengths
+
+    def running(self, place: int, at: Rows) -> tuple[RunningForward, Tensor]:
+        """As `DraftLayers.running`, over row `place` behind the first one of the requests `at`."""
+        offsets, ends = np.arange(len(at) + 1), self.starts[at] + (place + 1)
+        return self.make(offsets, ends, self.frames[at], self.slots[self.firsts[at] + place])
 
 
 class Ahead(NamedTuple):

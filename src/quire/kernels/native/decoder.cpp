@@ -28,6 +28,8 @@ struct Pass {
     const Layer* layers;
     const Group* groups;
     uint8_t* hidden;  // [rows, width], before the first layer, then after the last one
+    const uint8_t* read;  // [rows, inputs]: what the first layer's attention reads; null: the norm of the rows
+    uint8_t* const* kept;  // [num_layers]: where the rows after each layer are stored, [rows, width], or null; null: none are
     const void *cosines, *sines;  // [rows, dim]
     int64_t num_layers, rows, width, dim, queries, keys;
     int32_t format, threads;
@@ -46,6 +48,11 @@ void write_rows(const Pass& pass, const Group& group, const Call& call, const ui
             std::memcpy((uint8_t*)call.value.at(place, head), value + head * head_bytes, head_bytes);
         }
     }
+}
+
+void keep(const Pass& pass, int64_t layer) {
+    if (!pass.kept || !pass.kept[layer]) return;
+    std::memcpy(pass.kept[layer], pass.hidden, pass.rows * pass.width * (pass.format == F32 ? 4 : 2));
 }
 
 void attend(const Pass& pass, const Layer& layer, const uint8_t* heads, uint8_t* out) {
@@ -74,8 +81,12 @@ extern "C" void quire_decode(const Pass* given) {
     const void* pending = nullptr;  // what the layer before adds to the rows
     for (int64_t i = 0; i < pass.num_layers; i++) {
         const Layer& layer = pass.layers[i];
-        quire_add_rms_norm(pass.format, pass.hidden, pending, layer.first_norm, pass.hidden, normed, pass.rows, pass.width, layer.first_eps);
-        multiply(layer.heads, normed, wide, pass.rows, pass.threads);
+        const uint8_t* read = i ? nullptr : pass.read;
+        if (!read) {
+            quire_add_rms_norm(pass.format, pass.hidden, pending, layer.first_norm, pass.hidden, normed, pass.rows, pass.width, layer.first_eps);
+            if (i) keep(pass, i - 1);
+        }
+        multiply(layer.heads, read ? read : normed, wide, pass.rows, pass.threads);
         quire_rotate(pass.format, wide, pass.cosines, pass.sines, layer.query_norm, layer.key_norm, pass.rows,
                      layer.heads.outputs, pass.queries, pass.queries + pass.keys, pass.dim, layer.head_eps);
         attend(pass, layer, wide, narrow);
@@ -88,4 +99,5 @@ extern "C" void quire_decode(const Pass* given) {
     }
     const Layer& last = pass.layers[pass.num_layers - 1];  // whose norm of the sums is not read
     quire_add_rms_norm(pass.format, pass.hidden, pending, last.second_norm, pass.hidden, normed, pass.rows, pass.width, last.second_eps);
+    keep(pass, pass.num_layers - 1);
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,8 @@ from quire.kernels.terms import AttentionTerms
 
 _P, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
+_NOTHING: Mapping[int, Tensor] = {}
+
 Norm = tuple[Tensor, float]
 """A weight and its epsilon."""
 
@@ -26,9 +28,11 @@ Norm = tuple[Tensor, float]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerParts:
     """What a layer computes with. `products`: of queries, keys and values; after attention; of gate and up; after
-    these. `norms`: before attention and after it, and of queries and keys where heads are normalised."""
+    these. `first`: the norm before attention, None where the caller says what attention reads. `norms`: the one after
+    attention, and of queries and keys where heads are normalised."""
 
     products: tuple[NativeProduct, ...]
+    first: Norm | None
     norms: tuple[Norm, ...]
     terms: AttentionTerms
     queries: int
@@ -64,7 +68,7 @@ class _Group(ctypes.Structure):
 
 class _Pass(ctypes.Structure):
     _fields_ = (
-        *((name, _P) for name in ("layers", "groups", "hidden", "cosines", "sines")),
+        *((name, _P) for name in ("layers", "groups", "hidden", "read", "kept", "cosines", "sines")),
         *((name, _I64) for name in ("num_layers", "rows", "width", "dim", "queries", "keys")),
         *((name, _I32) for name in ("format", "threads")),
     )
@@ -112,18 +116,37 @@ class NativeLayers:
         panels = [Panels.from_buffer_copy(product.panels) for product in parts.products]
         for each in panels:
             each.rows_format = FORMATS[self._dtype]
-        weights = [weight.data_ptr() for weight, _ in parts.norms] + [None, None]
-        epsilons = [eps for _, eps in parts.norms] + [0.0]
+        first = (None, 0.0) if parts.first is None else (parts.first[0].data_ptr(), parts.first[1])
+        weights = [first[0], *(weight.data_ptr() for weight, _ in parts.norms), None, None]
+        epsilons = [first[1], *(eps for _, eps in parts.norms), 0.0]
         return _Layer(*panels, *weights[:4], *epsilons[:3], fields.group, call)
 
-    def compute(self, hidden: Tensor, cos: Tensor, sin: Tensor, batches: Sequence[PagedBatch]) -> None:
+    def compute(
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        batches: Sequence[PagedBatch],
+        read: Tensor | None = None,
+        kept: Mapping[int, Tensor] = _NOTHING,
+    ) -> None:
         """Turn `hidden` `[T, width]`, contiguous, from what the embedding gave into what the last layer returns, with
-        angles `cos` and `sin` `[T, dim]`. Keys and values are written as `batches` say."""
+        angles `cos` and `sin` `[T, dim]`. Keys and values are written as `batches` say.
+
+        `read` `[T, inputs]`, contiguous, is what the first layer's queries, keys and values are computed from, if it
+        has no `first` norm. `kept` `[T, width]`, by layer, get what these return.
+        """
         made = [_group(batch) for batch in batches]
         groups = (_Group * len(made))(*(group for group, _ in made))
         step = _Pass.from_buffer_copy(self._pass)  # threads may share a model
         step.groups, step.hidden = ctypes.addressof(groups), hidden.data_ptr()
         step.cosines, step.sines = cos.data_ptr(), sin.data_ptr()
+        step.read = None if read is None else read.data_ptr()
+        if kept:
+            places = (_P * len(self._layers))(
+                *(kept[at].data_ptr() if at in kept else None for at in range(len(self._layers)))
+            )
+            step.kept = ctypes.addressof(places)
         step.rows, step.threads = hidden.shape[0], torch.get_num_threads()
         self._decode(ctypes.addressof(step))
 
