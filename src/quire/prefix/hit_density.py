@@ -150,15 +150,11 @@ class HitDensity(EvictionPolicy):
             gap = math.log(max(1.0, now - before.since))
             stay.pace = gap if before.turn == 1 else 0.6 * before.pace + 0.4 * gap
             stay.turn = before.turn + 1
-            if left_out > 1:
-                self._supersede(before)
+            if left_out > 1:  # the conversation has left a path
+                if not before.is_superseded and self._has_slot(before):
+                    self._parts[before.slot] *= SUPERSEDED
+                before.is_superseded = True
         return stay
-
-    def _supersede(self, stay: Stay) -> None:
-        """A conversation has left a path."""
-        if not stay.is_superseded and self._has_slot(stay):
-            self._parts[stay.slot] *= SUPERSEDED
-        stay.is_superseded = True
 
     def _has_slot(self, stay: Stay) -> bool:
         """Whether a node of a stay is in its slot."""
