@@ -86,7 +86,7 @@ def wrong_slot_on_the_device(core: EngineCore, patch: Patch) -> None:
 
 def _write_once(patch: Patch, put: Callable[..., Any]) -> None:
     """Replace the next write. Layers go one by one: in a call of all of them there is no write to replace."""
-    patch.setattr(NativeDecoder, "run", lambda *given: False)
+    patch.setattr(NativeDecoder, "run", lambda *given, **others: False)
     _once(patch, PagedField, "_put", put)
 
 

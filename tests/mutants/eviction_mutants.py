@@ -115,7 +115,7 @@ def nothing_is_shared(patch: Patch) -> None:
 
 @mutant("density", "what a conversation has left out of its history is worth as much as the rest")
 def nothing_is_superseded(patch: Patch) -> None:
-    patch.setattr(HitDensity, "_supersede", lambda policy, stay: None)
+    patch.setattr(hit_density, "SUPERSEDED", 1.0)
 
 
 @mutant("density", "a leaf is worth what the next moment brings, and what returns on time is evicted just before")

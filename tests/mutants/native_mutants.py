@@ -186,7 +186,7 @@ _ngrams(
     "of.departed[row] = 0;",
 )
 _ngrams(
-    "drafts_have_no_limit",
+    "n_grams_give_more_than_there_is_room_for",
     "a request gets more drafts than it has room for",
     "follow(of, text, known, best, step.most[i],",
     "follow(of, text, known, best, step.depth,",

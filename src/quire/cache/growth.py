@@ -113,7 +113,7 @@ class Growth:
         for group in self._parts.groups:  # all of them, since `freed` may withhold ids
             group.frames.drop(pages)
         self._frames.remove_pages(Tier.DEVICE, pages)
-        self._parts.pages.free_pages(self._offload.freed(pages))
+        self._growing.free(self._offload.freed(pages) * np.int32(self._growing.page_size))
 
     def _to(self, kvs: Batch, rows: Rows, after: Lengths) -> None:
         """Make room for `after[i]` tokens in each row."""

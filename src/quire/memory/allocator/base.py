@@ -61,12 +61,13 @@ class TokenSlots(ABC):
         size = self.page_size
         inside = before % size
         if not np.count_nonzero(inside):
-            return self.alloc_pages(int(np.add.reduce(-(-after // size) - before // size)))
-        last = before - 1
-        slots = table[rows, last // size] * np.int32(size) + (last % size).astype(np.int32)
-        slots = self.alloc_extend(before, after, np.where(inside == 0, -1, slots))
-        pages: Ids = slots[slots % size == 0] // np.int32(size)
-        return pages
+            slots = self.alloc(int(np.add.reduce(-(-after // size) - before // size)) * size)[::size]
+        else:
+            last = before - 1
+            slots = table[rows, last // size] * np.int32(size) + (last % size).astype(np.int32)
+            slots = self.alloc_extend(before, after, np.where(inside == 0, -1, slots))
+            slots = slots[slots % size == 0]
+        return slots if size == 1 else slots // np.int32(size)
 
     def pages_of_row(self, table: Ids, row: int, first: int, last: int) -> Ids:
         """Pages `first..last - 1` of a row of `table`, a copy."""
