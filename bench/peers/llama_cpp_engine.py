@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -79,19 +80,19 @@ class LlamaCpp(Engine):
         self._pool.shutdown()
 
     def _healthy(self) -> bool:
-        try:
-            connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except OSError:
-            return False
+        with closing(http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)) as connection:
+            try:
+                connection.request("GET", "/health")
+                return connection.getresponse().status == 200
+            except OSError:
+                return False
 
     def _ask(self, body: dict[str, Any]) -> dict[str, Any]:
         """Raises RuntimeError with what the server says if it refuses."""
-        connection = http.client.HTTPConnection("127.0.0.1", self._port)
-        connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        text = response.read()
+        with closing(http.client.HTTPConnection("127.0.0.1", self._port)) as connection:
+            connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            text = response.read()
         if response.status != 200:
             raise RuntimeError(f"llama-server: {response.status}: {text[:300].decode()}")
         answer: dict[str, Any] = json.loads(text)
