@@ -114,11 +114,13 @@ def write(folder: Path, dtype: str, to: Path) -> None:
     writer.add_token_types(types)
     writer.add_token_merges(merges)
     writer.add_bos_token_id(config["bos_token_id"] or 0)
-    writer.add_eos_token_id(config["eos_token_id"] or 0)
+    ends = config["eos_token_id"] or 0
+    writer.add_eos_token_id(ends[0] if isinstance(ends, list) else ends)
     writer.add_add_bos_token(False)
     template = folder / "tokenizer_config.json"
-    if template.exists():
-        writer.add_chat_template(json.loads(template.read_text())["chat_template"])
+    said = json.loads(template.read_text()).get("chat_template") if template.exists() else None
+    if said:
+        writer.add_chat_template(said)
     for name, weight in tensors(folder / "model.safetensors"):
         if "q_proj" in name or "k_proj" in name:
             weight = interleaved(weight, heads if "q_proj" in name else kv_heads)

@@ -84,7 +84,7 @@ class LlamaCpp(Engine):
             try:
                 connection.request("GET", "/health")
                 return connection.getresponse().status == 200
-            except OSError:
+            except (OSError, http.client.HTTPException):
                 return False
 
     def _ask(self, body: dict[str, Any]) -> dict[str, Any]:

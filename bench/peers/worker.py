@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -34,9 +35,12 @@ def versions() -> dict[str, str]:
 
 
 def cpu_seconds() -> float:
-    """Of this process and of those that it has started, as far as they run; these are counted in hundredths."""
-    children = psutil.Process().children(recursive=True)
-    return time.process_time() + sum(sum(each.cpu_times()[:2]) for each in children)
+    """Of this process and of those that it has started; these are counted in hundredths."""
+    ended, running = os.times(), 0.0
+    for each in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            running += sum(each.cpu_times()[:2])
+    return time.process_time() + ended.children_user + ended.children_system + running
 
 
 class Worker:

@@ -8,10 +8,6 @@ from itertools import count
 import pytest
 
 from quire.cache.request_kv import RequestKV
-from quire.scheduler.policy import scheduling_policy
-from quire.scheduler.request import Request, RequestState
-from quire.scheduler.sampling_params import SamplingParams
-from quire.scheduler.scheduler import Scheduler
 from quire.spec.group import ReachSpec
 from quire.spec.hisparse import HotBuffers
 from quire.testing.choices import Choices
@@ -19,7 +15,6 @@ from quire.testing.plans import small_plan
 from tests.changes import TIERS, slow_unless_changed
 from tests.fuzz.device import Part, Step, ids
 from tests.fuzz.parallel import Task, fuzz
-from tests.fuzz.plans import with_arena
 from tests.fuzz.run import Tally, run_life, run_lives
 from tests.fuzz.shorten import shorten
 from tests.fuzz.tier_faults import DAMAGING, FAULTS
@@ -152,45 +147,6 @@ def test_a_page_whose_record_is_still_read_leaves_every_group() -> None:
     assert [group.num_free for group in cache.cache.groups] == [group.num_frames for group in cache.cache.groups]
     come_to_rest(cache)
     assert cache.cache.pages.num_free_pages == cache.cache.pages.num_pages
-
-
-@pytest.mark.parametrize(("before", "saved"), [((3, 4, 5, 6), (7, 8)), ((3, 4, 5), (7,))])
-def test_what_a_save_in_flight_pins_is_no_reason_to_compute_again(
-    before: tuple[int, ...], saved: tuple[int, ...]
-) -> None:
-    """In an arena its frames keep bytes from the other group until it has ended. A request waits for that."""
-    reaches = (ReachSpec(), ReachSpec("state"))
-    plan = small_plan(6, 1, max_requests=4, context=8, groups=("full", "state"), reaches=reaches, frames=(6, 1))
-    drawn = Choices(lambda n: 0 if n == 100 else n - 1)  # everything is saved and loaded, slowly
-    world = TierWorld(with_arena(plan), TierAsk(storage=False), drawn)
-    cache = TieredCache(make_cache(world, with_arena(plan), None, drawn, checkpoint_interval=1), world, None)
-
-    def serve(*tokens: int) -> None:
-        kv = cache.begin(ids(tokens))
-        s = cache.followed(kv)
-        cache.extend([kv], len(tokens))
-        s.launched = s.settled = len(tokens)
-        step = cache.device.launch([kv], [Part(0, len(tokens), s.name)])
-        cache.launched(step)
-        cache.execute(step, [s])
-        cache.close_fence(step)
-        cache.finish(kv, ids(tokens))
-
-    for tokens in ((2,), before):
-        serve(*tokens)
-        let_all_arrive(cache)
-    serve(*saved)  # the save takes a second
-    cache.demote(9)
-    assert cache.tiers.moving
-    hit = cache.cache.match(ids([2, 9]))
-    assert (hit.num_pages, hit.choice.declined_pages) == (1, 0), "the device has room for it when the save has ended"
-    scheduler = Scheduler(cache.cache, scheduling_policy("fcfs"), max_running=4, max_tokens=8)
-    request = Request("r", ids([2, 9]), SamplingParams(max_tokens=1), max_tokens=1)
-    scheduler.add(request)
-    assert not scheduler.schedule() and request.state is RequestState.WAITING, "it is alone, and waits all the same"
-    let_all_arrive(cache)
-    scheduler.schedule()
-    assert request.use is not None and request.use.num_cached_tokens == 1
 
 
 def test_a_seed_is_a_life_with_tiers_too() -> None:

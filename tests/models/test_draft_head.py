@@ -16,6 +16,7 @@ from quire.memory.pool import Pool
 from quire.models.draft_head import LoadedHead, load_head
 from quire.models.forward import RunningForward
 from quire.models.hf import LoadedModel
+from tests import tiny_heads
 from tests.covering import covering
 from tests.models.test_native_decoder import needs_library
 from tests.tiny_heads import dense_choice, dense_head, head_settings, head_tensors, save_head
@@ -113,6 +114,21 @@ def test_a_call_that_differs_is_not_used(tmp_path, target, monkeypatch, caplog):
     monkeypatch.setattr(NativeLayers, "compute", compute)
     head = load_head(saved(tmp_path, target, "eagle")[0], target, eagle3=False)
     assert not head._head.midlayer.forward.native.is_on and "one gives other numbers" in caplog.text
+
+
+@needs_library
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_that_the_library_cannot_compute_is_not_offered_again(tmp_path, target, monkeypatch, caplog, kind):
+    """The products of 48 outputs are none of its own. The layer is computed by functions on rows."""
+    monkeypatch.setattr(tiny_heads, "WIDE", 48)
+    folder, tensors = saved(tmp_path, target, kind)
+    head = load_head(folder, target, eagle3=kind == "eagle3")
+    native = head._head.midlayer.forward.native
+    assert not native.is_on and not native.num_steps and not caplog.text
+    tokens = torch.arange(LENGTH)
+    features = torch.randn(LENGTH, target.hidden_size, generator=torch.Generator().manual_seed(5))
+    wanted = dense_head(tensors, target.module.get_input_embeddings()(tokens), features)
+    torch.testing.assert_close(paged(head, tokens, features, 4), wanted, atol=2e-5, rtol=2e-4)
 
 
 def test_a_head_without_offsets_knows_the_first_tokens(tmp_path, target):

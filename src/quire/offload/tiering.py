@@ -122,9 +122,9 @@ class Tiering:
         return [part[~group.table.present(part)] for group, part in zip(self._groups, needed, strict=True)]
 
     def is_too_much(self, loads: Iterable[int]) -> bool:
-        """Whether loading so many frames, by group, leaves a request too few to go on in, once what moves has ended."""
+        """Whether loading so many frames, by group, would leave a request too few to continue in, with its drafts."""
         counts = [n + group.needs(1, 0) for group, n in zip(self._groups, loads, strict=True)]
-        return any(room.lack(counts, settled=True) > 0 for room in self._rooms)
+        return any(room.lack(counts) > 0 for room in self._rooms)
 
     def copied_bytes(self, counts: Iterable[int]) -> int:
         """Bytes that are copied between device and host for so many pages, by group."""

@@ -470,8 +470,7 @@ class Scheduler:
                 self._cache.sessions.give_up(request.turn)
                 hit, num_held = match(request), 0
                 self._lacks_room = not self._fits(request, hit)
-            moves = self._cache.offload.is_moving  # what ends then may make room
-            is_alone = self._lacks_room and not (self.num_running or moves)
+            is_alone = self._lacks_room and not self.num_running
             if is_alone and hit.num_pages and self._cache.plan.arena is not None:  # the bytes it begins on are not room
                 hit = self._cache.match(request.tokens, request.namespace, most_tokens=0)
                 hit.lacks_room = True

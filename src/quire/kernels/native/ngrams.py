@@ -61,6 +61,7 @@ class NativeNgrams:
         follows."""
         step, count = self._step, len(rows)
         if tokens is not self._last:
+            assert tokens.dtype == np.int32 and tokens.flags.c_contiguous
             self._last, step.flat, step.width = tokens, _place(tokens), tokens.shape[1]
         width = self._nodes or depth
         if count * width > self._found.shape[1]:
