@@ -272,20 +272,25 @@ class HostUse(Part):
         self.rows.append([host.num_used for host in self.hosts])
 
 
-def behind(name: str, seeds: Sequence[int], scale: float) -> list[dict[str, Any]]:
-    """An arena with host memory of the same bytes behind it, in both mixes, for each seed of the load. The plan is that
-    of a server, which is not told of its load."""
+def arena_of_server(name: str, scale: float) -> tuple[ModelSpec, int, MemoryPlan]:
+    """A model, the bytes of its arena, and the plan of a server, which is not told of its load."""
     config, size = MODELS[name]
     spec = ModelSpec.from_config(json.loads((SHARED / "data" / "configs" / f"{config}.json").read_text()))
     budget = int(size * GB * scale)
     settings = PlanSettings(
         kv_memory=budget, max_model_len=min(spec.context_length, 110_000), max_num_batched_tokens=CHUNK
     )
+    plan = make_plan(spec, settings.changed(mix=uniform(8192, "requests of 8,192 tokens"))).floating
+    return spec, budget, replace(plan, max_requests=min(plan.max_requests, MOST_TURNS))
+
+
+def behind(name: str, seeds: Sequence[int], scale: float) -> list[dict[str, Any]]:
+    """An arena with host memory of the same bytes behind it, in both mixes, for each seed of the load. The plan is that
+    of a server, which is not told of its load."""
+    spec, budget, plan = arena_of_server(name, scale)
     found: list[dict[str, Any]] = []
     for seed in seeds:
         trace = turns(spec, 4, scale * scale, seed)
-        plan = make_plan(spec, settings.changed(mix=uniform(8192, "requests of 8,192 tokens"))).floating
-        plan = replace(plan, max_requests=min(plan.max_requests, MOST_TURNS))
         found.append({"seed": seed, "requests": len(trace)})
         for kind, each in (("device", replace(plan, at_rest=())), ("at_rest", plan)):
             use = HostUse()
@@ -308,17 +313,10 @@ def ideal(name: str, seeds: Sequence[int], scale: float) -> list[dict[str, Any]]
     """As `behind`, with the frames of the other group `times` those at rest, and the bytes that this frees or takes
     from the group that is read whole. For each mix the tokens hit in each phase; and their sums: of the mix at rest, of
     the best one mix, and of the best one in each phase, as if the host had changed between them at no cost."""
-    config, size = MODELS[name]
-    spec = ModelSpec.from_config(json.loads((SHARED / "data" / "configs" / f"{config}.json").read_text()))
-    budget = int(size * GB * scale)
-    settings = PlanSettings(
-        kv_memory=budget, max_model_len=min(spec.context_length, 110_000), max_num_batched_tokens=CHUNK
-    )
+    spec, budget, plan = arena_of_server(name, scale)
     found: list[dict[str, Any]] = []
     for seed in seeds:
         trace = turns(spec, 4, scale * scale, seed)
-        plan = make_plan(spec, settings.changed(mix=uniform(8192, "requests of 8,192 tokens"))).floating
-        plan = replace(plan, max_requests=min(plan.max_requests, MOST_TURNS))
         sizes = [int((500, 80)[phase % 2] * scale * scale) for phase in range(4)]
         phase_of = {f"r{at}": phase for at, phase in enumerate(np.repeat(range(4), sizes).tolist())}
         hits: dict[str, list[int]] = {}
