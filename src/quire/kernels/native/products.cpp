@@ -31,7 +31,7 @@ void finish(const Panels& of, int64_t begin, int64_t columns, float* sums, int64
 template <class P> void panel(const Panels& of, int64_t begin, const uint8_t* rows, int64_t count, float* sums) {
     int m = int(count), depth = int(of.inputs), width = int(of.width);
     auto left = (const typename P::Number*)rows, right = (const typename P::Number*)of.weights + begin * of.depth;
-    if (width == NV * W && m > 2 * MR) return many_rows<P>(m, left, depth, right, sums);
+    if (width == NV * W && m > MR) return m <= 3 * MR ? many_rows<P, 2 * MR, NV / 2>(m, left, depth, right, sums) : many_rows<P, MR, NV>(m, left, depth, right, sums);
     product<P, false>(m, left, depth, right, width, depth, width, sums, width, nullptr);
 }
 

@@ -37,35 +37,32 @@ void tile(const typename P::Number* a, int64_t lda, const typename P::Number* b,
     UNROLL for (int i = 0; i < M; i++)
         UNROLL for (int j = 0; j < N; j++) store(c + i * ldc + j * W, sum[i][j]);
 }
-template <class P, int N, bool ADD, int LINES>
+// The same for m rows, at most M.
+template <class P, int M, int N, bool ADD, int LINES>
 void rows(int m, const typename P::Number* a, int64_t lda, const typename P::Number* b, int64_t ldb, int depth, float* c, int64_t ldc, const float* factors, const uint8_t* next) {
-    switch (m) {
-    case 1: return tile<P, 1, N, ADD, LINES>(a, lda, b, ldb, depth, c, ldc, factors, next);
-    case 2: return tile<P, 2, N, ADD, LINES>(a, lda, b, ldb, depth, c, ldc, factors, next);
-    case 3: return tile<P, 3, N, ADD, LINES>(a, lda, b, ldb, depth, c, ldc, factors, next);
-    case 4: return tile<P, 4, N, ADD, LINES>(a, lda, b, ldb, depth, c, ldc, factors, next);
-    case 5: return tile<P, 5, N, ADD, LINES>(a, lda, b, ldb, depth, c, ldc, factors, next);
-    default: tile<P, MR, N, ADD, LINES>(a, lda, b, ldb, depth, c, ldc, factors, next);
-    }
+    if constexpr (M > 1)
+        if (m < M) return rows<P, M - 1, N, ADD, LINES>(m, a, lda, b, ldb, depth, c, ldc, factors, next);
+    tile<P, M, N, ADD, LINES>(a, lda, b, ldb, depth, c, ldc, factors, next);
 }
 template <class P, bool ADD, int N = NV>
 void product(int m, const typename P::Number* a, int64_t lda, const typename P::Number* b, int64_t ldb, int depth, int columns, float* c, int64_t ldc, const float* factors) {
     for (; columns >= N * W; columns -= N * W, b += N * W * P::DEPTH, c += N * W)
-        for (int i = 0; i < m; i += MR) rows<P, N, ADD, 0>(std::min(m - i, MR), a + i * lda, lda, b, ldb, depth, c + i * ldc, ldc, ADD ? factors + i : nullptr, nullptr);
+        for (int i = 0; i < m; i += MR) rows<P, MR, N, ADD, 0>(std::min(m - i, MR), a + i * lda, lda, b, ldb, depth, c + i * ldc, ldc, ADD ? factors + i : nullptr, nullptr);
     if constexpr (N > 1)
         if (columns) product<P, ADD, N - 1>(m, a, lda, b, ldb, depth, columns, c, ldc, factors);
 }
 
-// C [m, NV * W] of a panel B [depth, NV * W] and more than two tiles of rows. Passes over it fetch the panel that follows: a pass that does not
-// would leave memory idle.
-template <class P> void many_rows(int m, const typename P::Number* a, int depth, const typename P::Number* b, float* c) {
-    constexpr int wide = NV * W, lines = wide * P::DEPTH * sizeof(*b) / 64;
-    const int passes = (m + MR - 1) / MR, most = (m + passes - 1) / passes, share = (lines + passes - 1) / passes;
+// C [m, NV * W] of a panel B [depth, NV * W], in tiles of up to M rows and N vectors. Passes over the panel fetch the one that follows: a pass
+// that does not would leave memory idle.
+template <class P, int M, int N> void many_rows(int m, const typename P::Number* a, int depth, const typename P::Number* b, float* c) {
+    constexpr int wide = NV * W, parts = NV / N, lines = wide * P::DEPTH * sizeof(*b) / 64;
+    const int tiles = (m + M - 1) / M, most = (m + tiles - 1) / tiles, share = (lines + parts * tiles - 1) / (parts * tiles);
     const auto next = (const uint8_t*)(b + int64_t(depth) * wide);
-    for (int i = 0, line = 0; i < m; i += most, line += share) {
-        auto some = line >= lines ? rows<P, NV, false, 0> : share > 1 ? rows<P, NV, false, 2> : rows<P, NV, false, 1>;
-        some(std::min(most, m - i), a + i * int64_t(depth), depth, b, wide, depth, c + i * wide, wide, nullptr, next + line * (depth / P::DEPTH) * 64);
-    }
+    for (int part = 0, line = 0; part < parts; part++, b += N * W * P::DEPTH, c += N * W)
+        for (int i = 0; i < m; i += most, line += share) {
+            auto some = line >= lines ? rows<P, M, N, false, 0> : share > 1 ? rows<P, M, N, false, 2> : rows<P, M, N, false, 1>;
+            some(std::min(most, m - i), a + i * int64_t(depth), depth, b, wide, depth, c + i * wide, wide, nullptr, next + line * (depth / P::DEPTH) * 64);
+        }
 }
 
 struct Panels {  // weights as oneDNN packs them: a panel has `depth` inputs of `width` outputs, in bfloat16 by pairs of inputs
