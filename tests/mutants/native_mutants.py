@@ -240,6 +240,7 @@ _changed(
     "frames in records of host memory are read as if nothing were between them",
     "rows + place.frame * frame",
     "rows + place.frame * (frame / token) * token",
+    source="call.h",
 )
 _changed(
     "heads_share_the_first_one",
