@@ -71,6 +71,15 @@ def check_candidates(seed: int, patch: pytest.MonkeyPatch) -> None:
     leased = [Node(NAMESPACE, root, bytes(4), bytes(4), 0, 0) for _ in range(80)]
     model: dict[Node, None] = {}
     told: dict[Stay, Ending] = {}
+    rank, ranks = policy._rank, 0
+
+    def counted() -> None:
+        nonlocal ranks
+        ranks += 1
+        assert ranks < 250, "a choice does not end: each looks at some slots and releases their invalid entries"
+        rank()
+
+    patch.setattr(policy, "_rank", counted)
     for number in range(1_500):
         now += float(draw.exponential(1.0))
         step = draw.random()
@@ -91,7 +100,7 @@ def check_candidates(seed: int, patch: pytest.MonkeyPatch) -> None:
             if isinstance(stay, Stay) and 0 <= stay.kind < SHARED_KINDS:  # its request has ended
                 told[stay] = ending
         elif step < 0.95:
-            victim = policy.victim()
+            ranks, victim = 0, policy.victim()
             assert (victim in model) if model else victim is None, number
             if victim is not None:
                 del model[victim]
@@ -109,7 +118,7 @@ def check_candidates(seed: int, patch: pytest.MonkeyPatch) -> None:
                 assert stay not in told or stay.kind // KINDS == TOLD[told[stay]], number
                 assert stay.number < 0 or policy._table._kinds[stay.number] in (stay.kind, -1), number
     while model:
-        victim = policy.victim()
+        ranks, victim = 0, policy.victim()
         assert victim is not None
         del model[victim]
     assert policy.victim() is None
