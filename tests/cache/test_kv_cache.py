@@ -101,6 +101,21 @@ def test_eviction_makes_room_only_as_far_as_needed() -> None:
     assert cache.match(ids(1, 2, 3, 4)).num_tokens == 2
 
 
+def test_one_eviction_is_for_what_all_that_run_want_in_four_steps() -> None:
+    cache = KVCache(small_plan(1_100, 1))
+    tokens = np.arange(1_090, dtype=np.int32)
+    cache.finish(compute(cache, tokens), tokens)
+    kvs = [cache.begin(ids(number)) for number in (2_000, 2_001, 2_002)]
+    cache.extend(kvs[:1], [cache.pages.num_free_pages])
+    batch = cache.rows.batch(kvs)
+    evicted = []
+    for _ in range(6):
+        cache.extend(batch, 1)
+        evicted.append(cache.statistics().evicted_pages)
+    assert evicted == [11, 11, 11, 20, 20, 20], "of 1,090 pages at most one in 128 goes before it is needed"
+    cache.audit()
+
+
 def test_out_of_pages_names_numbers_and_holders_and_changes_nothing() -> None:
     cache = KVCache(small_plan(4, 1, context=8))
     tokens = ids(1, 2)

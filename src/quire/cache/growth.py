@@ -141,17 +141,20 @@ class Growth:
         if not short and rooms:
             wanted = self._wanted(asking, rows, num_new, ends)
             short = not all(room.has(wanted) for room in rooms)
-        if short and not (ends is None and rooms and self._reclaim_for(rows, num_new, len(kvs))):
+        reclaims = ends is None and rooms and not rooms[0].is_shared
+        if short and not (reclaims and self._reclaim_for(rows, num_new, len(kvs))):
             self._offload.retention.expire()
             cause = _names_of(asking, self._rows.num_allocated[rows] % self._size == 0)
             if rooms or not self._evict_for(num_new, cause):
                 self._until(lambda: self._wanted(asking, rows, num_new, ends), num_new, cause, waits=True)
 
     def _evict_for(self, num_new: int, cause: str) -> bool:
-        """Evict for so many page ids, where no group can be short without them. False: more than that is needed."""
-        pages = self._parts.pages
-        if (lack := num_new - pages.num_free_pages) <= self._parts.tree.num_evictable:
-            self._evict_pages(lack, num_new, cause)
+        """Evict for so many page ids, where no group can be short without them, and for what all that run want in four
+        steps, but at most one more in 128. False: more than that is needed."""
+        most, lack = self._parts.tree.num_evictable, num_new - self._parts.pages.num_free_pages
+        if lack <= most:
+            ahead = min(4 * int(np.count_nonzero(self._rows.serials)) // self._size, (most - lack) // 128)
+            self._evict_pages(lack + ahead, num_new, cause)
         return num_new * self._growing.page_size <= self._growing.available_size()
 
     def _reclaim_for(self, rows: Rows, num_new: int, num_rows: int) -> bool:
@@ -160,7 +163,7 @@ class Growth:
         wanted = [(group, group.wanted(rows, num_new)) for group in self._parts.groups]
         lacking = [(group, n) for group, n in wanted if n > group.num_free]
         reclaims = all(not group.reach.whole and n <= group.num_free + group.num_evictable for group, n in lacking)
-        if not reclaims or self._rooms[0].is_shared or num_new > self._parts.pages.num_free_pages:
+        if not reclaims or num_new > self._parts.pages.num_free_pages:
             return False
         for group, n in lacking:
             group.evict(max(n - group.num_free, num_rows), Rank.PASSED)

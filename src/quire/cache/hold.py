@@ -89,7 +89,8 @@ class Fences:
 
     def __init__(self, seconds: Callable[[], float] = time.monotonic) -> None:
         self._seconds = seconds
-        self._next = 0
+        self.next = 0
+        """The fence that the next `open` returns."""
         self._open: dict[int, float] = {}  # when each was launched
         self._waiting: deque[tuple[int, Retired]] = deque()  # (newest open step at the release, item), in order
 
@@ -98,11 +99,6 @@ class Fences:
         """Steps in flight."""
         return len(self._open)
 
-    @property
-    def next(self) -> int:
-        """The fence that the next `open` returns."""
-        return self._next
-
     def has_passed(self, fence: int) -> bool:
         """Whether all steps before this fence have settled."""
         return not self._open or min(self._open) >= fence
@@ -110,12 +106,12 @@ class Fences:
     @property
     def waiting(self) -> tuple[Retired, ...]:
         """What was released and cannot be reused yet."""
-        return tuple(retired for _, retired in self._waiting)
+        return tuple([retired for _, retired in self._waiting])
 
     def open(self) -> int:
         """A step is launched. Call `close` with the returned fence when the step has settled."""
-        fence = self._next
-        self._next += 1
+        fence = self.next
+        self.next += 1
         self._open[fence] = self._seconds()
         return fence
 
@@ -130,7 +126,7 @@ class Fences:
         """A step has settled. Returns what can be reused now."""
         took = self._seconds() - self._open.pop(fence)
         self.step_seconds += (took - self.step_seconds) * (_NEWEST if self.step_seconds else 1.0)
-        oldest = min(self._open, default=self._next)
+        oldest = min(self._open, default=self.next)
         ready = []
         while self._waiting and self._waiting[0][0] < oldest:
             ready.append(self._waiting.popleft()[1])

@@ -391,16 +391,15 @@ class KVCache:
         """That step has settled. Free what waited for this fence, all of it even if one part raises an error."""
         ready = self.fences.close(fence)
         self.num_changes += fence < self.sessions.last_fence  # the row of a session may be at rest now
-        if len(ready) < 2:
-            for retired in ready:
-                self._release(retired)
-            return
-        with ExitStack() as last_first:
-            for each in self._growth.allocators:
-                each.free_group_begin()
-                last_first.callback(each.free_group_end)
-            for retired in reversed(ready):
-                last_first.callback(self._release, retired)
+        if len(ready) == 1:
+            self._release(ready[0])
+        elif ready:
+            with ExitStack() as last_first:
+                for each in self._growth.allocators:
+                    each.free_group_begin()
+                    last_first.callback(each.free_group_end)
+                for retired in reversed(ready):
+                    last_first.callback(self._release, retired)
 
     def launch(self, group: int, kvs: Batch, ends: Lengths, draws: Lengths | None = None) -> StatePieces | None:
         """The states that a step reads and writes for its requests in a group, up to `ends[i]` tokens; None if the
@@ -445,10 +444,8 @@ class KVCache:
 
     def _retire(self, pages: Ids = NO_PAGES, lease: Lease | None = None, released: Sequence[GroupRelease] = ()) -> None:
         """Release these as soon as no launched step reads them."""
-        if len(pages) or lease is not None or released:
-            retired = Retired(pages, lease, tuple(released))
-            if self.fences.retire(retired):
-                self._release(retired)
+        if (len(pages) or lease or released) and self.fences.retire(retired := Retired(pages, lease, tuple(released))):
+            self._release(retired)
 
     def _release(self, retired: Retired) -> None:
         self.num_changes += 1

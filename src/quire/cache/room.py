@@ -20,8 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
 from quire.memory.allocator import Arena, GroupFrames, Move
 from quire.memory.allocator.id_pool import IdPool
 from quire.plan.budget import MemoryPlan
@@ -81,7 +79,7 @@ class Room:
         taken = 0
         for group, stride in zip(self.groups, self.strides, strict=True):
             places = self._places(group, counts[group.index])
-            taken += stride * (places if settled else max(places, self._least(group)))
+            taken += stride * (places if settled else self._at_least(group, places))
         return taken - self.total
 
     def short_of(self, group: InRoom, wanted: int, others: int = 0) -> int:
@@ -149,9 +147,9 @@ class Room:
         """The places that so many frames of a group take. Those that were set apart beyond the limit will leave."""
         return count - sum([each > self.limit for each in group.quarantined])
 
-    def _least(self, group: InRoom) -> int:
-        """The places that a group takes at least."""
-        return 0
+    def _at_least(self, group: InRoom, places: int) -> int:
+        """So many places, or those that a group takes at least."""
+        return places
 
 
 class SharedRoom(Room):
@@ -196,13 +194,18 @@ class SharedRoom(Room):
         move = None if self.has(wanted) else self.arena.make_way([wanted[group.index] for group in self.groups])
         if move is not None:
             fixed = self._fixed(move.group)
-            assert fixed is not None and not np.isin(move.sources, fixed).any(), "a frame was moved that must stay"
+            assert fixed is not None and not {*move.sources.tolist()} & {*fixed.tolist()}, (
+                "a frame moved that must stay"
+            )
         return move
 
     def _places(self, group: InRoom, count: int) -> int:
         pool = self.arena.pools[group.index]
         return pool.places_for(max(0, count - pool.num_apart)) - pool.num_closed
 
-    def _least(self, group: InRoom) -> int:
-        pool, fixed = self.arena.pools[group.index], self._fixed(group.index)
-        return max(0, (pool.extent if fixed is None else pool.places_of(fixed)) - pool.num_closed)
+    def _at_least(self, group: InRoom, places: int) -> int:
+        pool = self.arena.pools[group.index]
+        least = pool.extent - pool.num_closed
+        if places < least and (fixed := self._fixed(group.index)) is not None:  # else no frame lies further out
+            least = pool.places_of(fixed) - pool.num_closed
+        return max(places, least)

@@ -101,9 +101,10 @@ class RunningTables:
             return
         changed = np.zeros(self.frames.num_pages + 1, dtype=np.bool_)
         changed[pages] = True
-        for row in self.live:
-            own = self.pages[row, : pages_for(int(self.num_allocated[row]), self.page_size)]
-            self._written.append(row * self.width + changed[own].nonzero()[0])
+        rows = np.fromiter(self.live, dtype=np.intp)
+        counts = -(-self.num_allocated[rows] // self.page_size)
+        places = np.repeat(rows * self.width - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
+        self._written.append(places[changed[self.flat[places]]])
 
     def batch(self, kvs: Sequence[RequestKV]) -> RunningBatch:
         """A batch of these requests. Make a new one when a request ends or joins."""

@@ -72,7 +72,7 @@ class Containment:
     def _waiting_for(self, group: int) -> list[Ids]:
         """Frames of a group that are to be set apart: the bytes are wrong where they lie now."""
         frames = [frame for found in self._damaged.values() for index, frame in found if index == group]
-        return [np.array(frames, dtype=np.int32)]
+        return [np.array(frames, dtype=np.int32)] if frames else []
 
     def _found(self, nodes: Iterable[Node]) -> list[tuple[Node, int]]:
         """Those of these nodes that have damaged pages, and the first of these pages of each."""

@@ -114,7 +114,8 @@ class Stamps:
         pages, frames, turns = pages[at], frames[at], turns[at]
         wrong = self.column.has(pages, State.WATCHED) & (self.column.frame[pages] == frames)
         wrong &= turns > self._turns[pages]
-        return np.unique(pages[wrong])
+        found = pages[wrong]
+        return np.unique(found) if len(found) else found
 
     def moved(self, sources: Ids, targets: Ids) -> None:
         """Frames are elsewhere, with their bytes."""

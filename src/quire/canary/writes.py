@@ -52,7 +52,7 @@ class Writes:
         if not noted:
             return np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int64)
         slots = np.concatenate([each[0] for each in noted])
-        serials = np.concatenate([np.repeat(each[2], each[3]) for each in noted])
+        serials = np.concatenate([each[2] for each in noted]).repeat(np.concatenate([each[3] for each in noted]))
         steps = np.repeat(np.array([each[4] for each in noted]), [len(each[0]) for each in noted])
         self._flat[slots] = (serials << _POSITION_BITS) + np.concatenate([each[1] for each in noted])
         frames = slots // np.int32(self._page_size)

@@ -148,7 +148,11 @@ class Moves:
     def move(self, pieces: Pieces, sources: Tensor, targets: Tensor) -> None:
         """Copy the pieces of row `sources[i]` to row `targets[i]`, int64 `[n]`. All are read before any is written."""
         for _, part in pieces.parts:
-            part[:, *_entry_of(pieces, targets)] = part[:, *_entry_of(pieces, sources)]
+            if pieces.entries == 1:  # whole frames: a fifth of what indexing costs
+                frames = part[:, :, 0]
+                frames.index_copy_(1, targets, frames.index_select(1, sources))
+            else:
+                part[:, *_entry_of(pieces, targets)] = part[:, *_entry_of(pieces, sources)]
 
     def read_states(self, layer: Tensor, sources: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """States `[n, *shape]`, a copy, of frames `sources` int64 `[n]` of `layer` `[frames, 1, *shape]`; zeros if the

@@ -106,16 +106,17 @@ class HostPool:
         """Why its end cannot be given back, if so: its addresses are registered."""
         self._formats = [RecordFormat.of(part, group.layout) for part, group in enumerate(groups)]
         self._memory = reserve(self.num_bytes)
-        self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
+        self.memory: npt.NDArray[np.uint8] = np.frombuffer(self._memory, dtype=np.uint8)
+        """All rows of all groups, uint8 `[num_bytes]`, live."""
         self._rows: list[Records] = []
         start = 0
         for group, count in zip(groups, frames, strict=True):
             stride = record_stride(group.layout.bytes_per_frame)
-            self._rows.append(self._bytes[start : start + (count + 1) * stride].reshape(count + 1, stride))
+            self._rows.append(self.memory[start : start + (count + 1) * stride].reshape(count + 1, stride))
             start += region_bytes(group.layout.bytes_per_frame, count)
         assert start == self.num_bytes
         try:
-            touch(self._bytes, threads, progress)
+            touch(self.memory, threads, progress)
             if pinned and _has_cuda():
                 self._pinned = PinnedSlices(self._rows, progress)
                 self.why_fixed = "it is registered with CUDA."
@@ -136,15 +137,10 @@ class HostPool:
         """The frames in a group's records, uint8 `[frames + 1, bytes_per_frame]`, live."""
         return self._rows[group][:, HEADER_BYTES : self._formats[group].num_bytes]
 
-    @property
-    def memory(self) -> npt.NDArray[np.uint8]:
-        """All rows of all groups, uint8 `[num_bytes]`, live."""
-        return self._bytes
-
     def spans(self, group: int, frames: Ids) -> npt.NDArray[np.int64]:
         """Where the records of these frames lie in `memory`: (offset, length), int64 `[frames, 2]`."""
         rows = self._rows[group]
-        first = rows.ctypes.data - self._bytes.ctypes.data
+        first = rows.ctypes.data - self.memory.ctypes.data
         offsets = first + frames.astype(np.int64) * rows.shape[1]
         return np.stack((offsets, np.full(len(frames), self._formats[group].num_bytes, dtype=np.int64)), axis=1)
 
@@ -162,7 +158,7 @@ class HostPool:
         """Have the first `frames` frames of a group, and give the memory of the others back to the system. Frames that
         come again are zero, and provided when they are written."""
         rows = self._rows[group]
-        first, stride = rows.ctypes.data - self._bytes.ctypes.data, rows.shape[1]
+        first, stride = rows.ctypes.data - self.memory.ctypes.data, rows.shape[1]
         start = -(-(first + (frames + 1) * stride) // _SYSTEM_PAGE) * _SYSTEM_PAGE
         stop = (first + rows.nbytes) // _SYSTEM_PAGE * _SYSTEM_PAGE
         if start < stop:
@@ -170,14 +166,14 @@ class HostPool:
 
     def close(self) -> None:
         """Return the memory to the system, also while views exist. A second call does nothing."""
-        if not len(self._bytes):
+        if not len(self.memory):
             return
         if self._pinned is not None:
             self._pinned.close()
             self._pinned = None
         self._memory.madvise(mmap.MADV_DONTNEED)
         self._rows = []
-        self._bytes = np.empty(0, dtype=np.uint8)
+        self.memory = np.empty(0, dtype=np.uint8)
         try:
             self._memory.close()
         except BufferError:

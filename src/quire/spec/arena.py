@@ -12,9 +12,10 @@ padding frame of its own: foreign bytes are never read as its numbers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ArenaLayout:
     """`budget` bytes for the frames of two groups of `strides` bytes each, in the order of the plan's groups.
 
@@ -29,7 +30,7 @@ class ArenaLayout:
         """The group whose frames lie at the upper end: that of the smaller stride."""
         return int(self.strides[1] < self.strides[0])
 
-    @property
+    @cached_property
     def room(self) -> int:
         """Bytes of frames that fit, of both groups together."""
         small, large = sorted(self.strides)

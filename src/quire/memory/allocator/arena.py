@@ -107,9 +107,12 @@ class EndPool(IdPool):
     def retreat(self, places: int, fixed: IdArray | Sequence[int], most: int) -> tuple[Ids, Ids]:
         """The ids in use after so many places, at most `most` of them, the outermost, but those in `fixed`; and free
         ones before, of which there are enough. Both ascend."""
-        found = places + np.flatnonzero(self._used[places : self.extent] & (self._over[places : self.extent] == 0))
-        sources = found[~np.isin(self._last - found if self._last else found + 1, fixed)][-most:]
-        targets = self._nearest(len(sources))
+        if places >= self.extent:
+            return (nothing := np.empty(0, dtype=np.int32)), nothing
+        sources = places + np.flatnonzero(self._used[places : self.extent] & (self._over[places : self.extent] == 0))
+        if len(fixed):
+            sources = sources[~np.isin(self._last - sources if self._last else sources + 1, fixed)]
+        targets = self._nearest(len(sources := sources[-most:]))
         assert not len(targets) or int(targets[-1]) < places, "a retreat beyond its limit"
         return self._ids(sources), self._ids(targets)
 
