@@ -175,7 +175,7 @@ class RunningTables:
         lead = len(rows) if ends is None or (single := counts == 1).all() else int(single.argmin())
         following = [self._following[group] for group in groups]
         before = starts[:lead] // size  # with the rest alone a third of what `divmod` costs
-        first, offsets = self.pages[rows[:lead], before], (starts[:lead] % size).astype(np.int32)
+        first, offsets = self.flat[rows[:lead] * self.width + before], (starts[:lead] % size).astype(np.int32)
         found = [each.table.frames(first) * np.int32(size) + offsets for each in following]
         if ends is None or lead == len(rows):
             return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from quire.errors import ContextTooLong, InvalidInput, RequestTooLarge
 from quire.spec.arena import ArenaLayout
@@ -45,7 +46,7 @@ def round_up_bytes(size: int) -> str:
 _BYTES_PER_ID = 4  # int32, of a page and of a token
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
     """The object from which the pools are built and requests are admitted, so that they cannot disagree.
 
@@ -72,7 +73,7 @@ class MemoryPlan:
     hot: HotBuffers | None = None
     arena: ArenaLayout | None = None
 
-    @property
+    @cached_property
     def tokens_per_page(self) -> int:
         """Tokens of one page, over all ranks that hold a part of it."""
         return self.page_size * self.token_ranks
@@ -190,20 +191,22 @@ class MemoryPlan:
         """Bytes of these on the device, beside the pools."""
         return 2 * self.max_requests * self.kept_features * self.vector_bytes
 
-    @property
+    @cached_property
+    def _beyond(self) -> int:
+        return get_drafts_beyond_end(self.speculation, self.tokens_per_page)
+
+    @cached_property
     def largest_request(self) -> int:
         """The longest request that is ever admitted, prompt and output together, in tokens.
 
         The last output token is drawn but never written, so one more than fits; with speculation, the tokens that a
         step may write and reject must fit too.
         """
-        beyond = get_drafts_beyond_end(self.speculation, self.tokens_per_page)
-        return max(0, min(self.context, self.num_tokens + 1 - beyond))
+        return max(0, min(self.context, self.num_tokens + 1 - self._beyond))
 
     def pages_of(self, num_tokens: int) -> int:
         """Pages that a request of `num_tokens` tokens, prompt and output together, holds at its end."""
-        beyond = get_drafts_beyond_end(self.speculation, self.tokens_per_page)
-        return pages_for(num_tokens - 1 + beyond, self.tokens_per_page) if num_tokens > 1 else 0
+        return pages_for(num_tokens - 1 + self._beyond, self.tokens_per_page) if num_tokens > 1 else 0
 
     @property
     def attention_identity(self) -> tuple[bytes, ...]:
