@@ -17,7 +17,6 @@ from quire.kernels.backend import AttentionBackend
 from quire.kernels.batch import PagedBatch
 from quire.kernels.native.decoder import LayerParts, NativeLayers
 from quire.kernels.native.library import native
-from quire.kernels.native.products import MOST_ROWS
 from quire.memory.pool import Pool
 from quire.models.forward import LAST_HIDDEN, Forward, RunningForward, keep_hidden
 
@@ -65,7 +64,7 @@ class NativeDecoder:
         pages. What layers of `keeps` return is kept by `forward`. `read`: see `NativeLayers.compute`. Returns False,
         and changes nothing, if the library cannot compute the step."""
         count = hidden.shape[0]
-        if not self.is_on or count > MOST_ROWS or type(forward) is not RunningForward:
+        if not self.is_on or type(forward) is not RunningForward:
             return False  # a subclass may look at each layer
         batches = [batch for batch in forward.batches if isinstance(batch, PagedBatch)]
         if len(batches) < len(forward.batches) or any(batch.num_rows != count for batch in batches):

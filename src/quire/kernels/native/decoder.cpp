@@ -1,5 +1,6 @@
-// Decoder layers on pages, one behind the other, for a step of few rows: what `FusedLayer` computes in some ten calls of
+// Decoder layers on pages, one behind the other, for a step: what `FusedLayer` computes in some ten calls of
 // Python for each layer. The products, the functions on rows and attention are those that it calls, so results are equal.
+#include <algorithm>
 #include <vector>
 
 #include "call.h"
@@ -71,13 +72,16 @@ void attend(const Pass& pass, const Layer& layer, const uint8_t* heads, uint8_t*
 extern "C" void quire_decode(const Pass* given) {
     const Pass& pass = *given;
     static thread_local std::vector<uint8_t> memory;
-    int64_t size = pass.format == F32 ? 4 : 2, widest = pass.width;
-    for (int64_t i = 0; i < pass.num_layers; i++)
-        for (const Panels* each : {&pass.layers[i].heads, &pass.layers[i].pairs}) widest = each->outputs > widest ? each->outputs : widest;
-    int64_t bytes = (pass.rows * widest * size + 63) / 64 * 64;
-    memory.resize(4 * bytes + 64);
+    int64_t size = pass.format == F32 ? 4 : 2, wide_row = 0, narrow_row = 0;
+    for (int64_t i = 0; i < pass.num_layers; i++) {
+        const Layer& layer = pass.layers[i];
+        wide_row = std::max({wide_row, layer.heads.outputs, layer.pairs.outputs});
+        narrow_row = std::max({narrow_row, layer.out.inputs, layer.down.inputs});
+    }
+    auto bytes = [&](int64_t row) { return (pass.rows * row * size + 63) / 64 * 64; };
+    memory.resize(2 * bytes(pass.width) + bytes(wide_row) + bytes(narrow_row) + 64);
     uint8_t* normed = (uint8_t*)(((uintptr_t)memory.data() + 63) / 64 * 64);
-    uint8_t *wide = normed + bytes, *narrow = wide + bytes, *added = narrow + bytes;
+    uint8_t *added = normed + bytes(pass.width), *wide = added + bytes(pass.width), *narrow = wide + bytes(wide_row);
     const void* pending = nullptr;  // what the layer before adds to the rows
     for (int64_t i = 0; i < pass.num_layers; i++) {
         const Layer& layer = pass.layers[i];
@@ -100,4 +104,5 @@ extern "C" void quire_decode(const Pass* given) {
     const Layer& last = pass.layers[pass.num_layers - 1];  // whose norm of the sums is not read
     quire_add_rms_norm(pass.format, pass.hidden, pending, last.second_norm, pass.hidden, normed, pass.rows, pass.width, last.second_eps);
     keep(pass, pass.num_layers - 1);
+    release(memory);
 }

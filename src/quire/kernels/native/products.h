@@ -2,8 +2,14 @@
 #pragma once
 
 #include <algorithm>
+#include <vector>
 
 #include "vectors.h"
+
+constexpr size_t KEPT = 64 << 20;  // bytes that a thread keeps for its next call
+template <class T> void release(std::vector<T>& memory) {
+    if (memory.size() * sizeof(T) > KEPT) std::vector<T>().swap(memory);
+}
 
 struct Singles {  // a vector of B has W numbers of one row of it
     using Number = float;
@@ -52,16 +58,16 @@ void product(int m, const typename P::Number* a, int64_t lda, const typename P::
         if (columns) product<P, ADD, N - 1>(m, a, lda, b, ldb, depth, columns, c, ldc, factors);
 }
 
-// C [m, NV * W] of a panel B [depth, NV * W], in tiles of up to M rows and N vectors. Passes over the panel fetch the one that follows: a pass
-// that does not would leave memory idle.
-template <class P, int M, int N> void many_rows(int m, const typename P::Number* a, int depth, const typename P::Number* b, float* c) {
+// C [m, NV * W], whose rows are `ldc` apart, of a panel B [depth, NV * W], in tiles of up to M rows and N vectors. Passes over the last rows fetch the panel that follows: a
+// pass that does not would leave memory idle.
+template <class P, int M, int N> void many_rows(int m, const typename P::Number* a, int depth, const typename P::Number* b, float* c, int64_t ldc, bool are_last) {
     constexpr int wide = NV * W, parts = NV / N, lines = wide * P::DEPTH * sizeof(*b) / 64;
     const int tiles = (m + M - 1) / M, most = (m + tiles - 1) / tiles, share = (lines + parts * tiles - 1) / (parts * tiles);
     const auto next = (const uint8_t*)(b + int64_t(depth) * wide);
-    for (int part = 0, line = 0; part < parts; part++, b += N * W * P::DEPTH, c += N * W)
+    for (int part = 0, line = are_last ? 0 : lines; part < parts; part++, b += N * W * P::DEPTH, c += N * W)
         for (int i = 0; i < m; i += most, line += share) {
             auto some = line >= lines ? rows<P, M, N, false, 0> : share > 1 ? rows<P, M, N, false, 2> : rows<P, M, N, false, 1>;
-            some(std::min(most, m - i), a + i * int64_t(depth), depth, b, wide, depth, c + i * wide, wide, nullptr, next + line * (depth / P::DEPTH) * 64);
+            some(std::min(most, m - i), a + i * int64_t(depth), depth, b, wide, depth, c + i * ldc, ldc, nullptr, next + line * (depth / P::DEPTH) * 64);
         }
 }
 
