@@ -30,7 +30,7 @@ from quire.models.hf import LoadedModel, load_model
 from quire.spec.bundled import DEFAULT_MODEL
 
 PAGE, CONTEXT = 16, 256
-STEPS = ((1, 1), (16, 1), (64, 1), (1, 256))
+STEPS = ((1, 1), (16, 1), (64, 1), (1, 100), (16, 16), (1, 256))
 """Sequences, and the last tokens of each that a step computes."""
 WAYS = ("plain", "packed", "layers", "decoder", "one call")
 BURSTS, REPEATS = 25, 4

@@ -15,11 +15,12 @@ from quire.kernels.backend import AttentionBackend
 from quire.kernels.batch import PagedBatch
 from quire.kernels.native.decoder import NativeLayers
 from quire.kernels.native.library import native
-from quire.kernels.native.products import MOST_ROWS
+from quire.kernels.native.products import NativeProduct
 from quire.memory.pool import Pool
 from quire.models import hf
 from quire.models.forward import LAST_HIDDEN, RunningForward
 from quire.models.hf import LoadedModel
+from quire.models.linear import CpuLinear
 from quire.spec.kv_format import KV_FORMATS
 from tests.models.schedule import Schedule
 from tests.models.test_trees import PROMPT, TREE, Text
@@ -176,10 +177,43 @@ def run_once(model: LoadedModel, count: int, kv_dtype: str = "", backend: str = 
     return model._decoder.native.num_steps - before
 
 
-def test_other_steps_go_layer_by_layer() -> None:
-    """Many rows, another kernel, encoded pages."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_long_prompt(dtype: torch.dtype) -> None:
+    """More rows than a product computes at once: of each, the logits are those of layers one by one."""
+    model, found = loaded("llama_gqa", dtype), []
+    assert model._decoder is not None
+    (group,), count = model.spec.groups(16), 500
+    frames, draw = np.arange(1, 33, dtype=np.int32)[None], np.random.default_rng(0)
+    tokens = torch.from_numpy(draw.integers(0, VOCAB_SIZE - 1, count))
+    before = model._decoder.native.num_steps
+    for model._decoder.native.is_on in (True, False):
+        pool = Pool(group.layout, 32)
+        batch = PagedBatch.of(frames, np.array([0]), np.array([count]), 16)
+        positions = torch.arange(count)
+        found.append([model.run(RunningForward([pool], [batch]), tokens, positions, positions), *bits([pool])])
+    model._decoder.native.is_on = True
+    assert all(map(torch.equal, *found))
+    vectors = all(product.most_rows >= count for product in products_of(model))
+    assert model._decoder.native.num_steps == before + vectors
+
+
+def products_of(model: LoadedModel) -> list[NativeProduct]:
+    """Those of the layers."""
+    found = [each._product.native for each in model.module.modules() if isinstance(each, CpuLinear) and each._product]
+    return [each for each in found if each is not None]
+
+
+def test_other_steps_go_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows than products are as fast with, another kernel, encoded pages."""
+    made = NativeProduct.__init__
+
+    def limited(product: NativeProduct, *given: Any) -> None:
+        made(product, *given)
+        product.most_rows = 9
+
+    monkeypatch.setattr(NativeProduct, "__init__", limited)
     model = loaded("llama_gqa")
-    assert run_once(model, MOST_ROWS) == 1 and run_once(model, MOST_ROWS + 1) == 0
+    assert run_once(model, 9) == 1 and run_once(model, 10) == 0
     assert run_once(model, 5, backend="torch") == 0 and run_once(model, 5, "fp8_e4m3") == 0 and run_once(model, 5) == 1
 
 

@@ -68,10 +68,23 @@ _products(
 )
 _products(
     "all_passes_read_the_same_rows",
-    "in products of more than 12 rows, rows after the first get the outputs of the first ones",
+    "in products of more rows than a tile has, rows after the first get the outputs of the first ones",
     "a + i * int64_t(depth), depth, b, wide",
     "a, depth, b, wide",
     source="products.h",
+)
+_products(
+    "both_halves_of_a_panel_have_the_weights_of_the_first",
+    "in products of 7 to 18 rows, the second half of 64 outputs is a copy of the first one",
+    "part++, b += N * W * P::DEPTH, c += N * W)",
+    "part++, c += N * W)",
+    source="products.h",
+)
+_products(
+    "rows_beyond_a_block_are_those_of_the_first",
+    "the outputs of a prompt's rows beyond the first 240 are those of the first ones",
+    "rows + first * of.inputs * row_number",
+    "rows",
 )
 _tiles = partial(_changed, source="tiles.h", killer="native tiles")
 _tiles(

@@ -78,7 +78,7 @@ class Product:
         self.sizes = [layer.out_features for layer in layers]
         self.packed: Tensor | None = None
         self._bias: Tensor | None = None
-        self.native: NativeProduct | None = None  # for few rows
+        self.native: NativeProduct | None = None  # for up to its `most_rows`
         self.keeps_plain = not tied.isdisjoint(id(layer.weight) for layer in layers)
         self._input: Tensor | None = None  # the product's whose parts are not all fetched yet
         self._parts: list[Tensor | None] = []

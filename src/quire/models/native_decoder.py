@@ -1,7 +1,7 @@
-"""NativeDecoder: all fused layers of a step of few rows in one call of the library.
+"""NativeDecoder: all fused layers of a step in one call of the library.
 
 Built at the first step, and again once weights or pools are others. Steps that it does not compute go layer by layer:
-many rows, other kernels, encoded pages, pages in host memory, plain weights.
+many rows where oneDNN multiplies tiles, other kernels, encoded pages, pages in host memory, plain weights.
 """
 
 from __future__ import annotations

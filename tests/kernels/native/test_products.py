@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from tests.changes import slow_unless_changed
 from tests.kernels.native.emulated_pairs import with_pairs
 from tests.kernels.native.emulated_tiles import HAS_TILES, with_tiles
 
-COUNTS = (0, 1, 2, 5, 6, 7, 12, 13, 16, 18, 19, 31, 33, 47)
+COUNTS = (0, 1, 2, 5, 6, 7, 12, 13, 16, 18, 19, 31, 33, 47, 64, 240, 241, 487)
+MOST = 500
 PAIRS = ((64, 192, 32), (256, 80, 64), (96, 16, 64), (62, 100, 32), (64, 40, 16))
 """Inputs and outputs of products of pairs of bfloat16, and widths of panels; the last two are not those of tiles."""
 SHAPES = ((256, 512), (70, 100), (704, 256), (512, 2048), (96, 80), (32, 16))
@@ -32,7 +34,7 @@ def check_products(dtype: torch.dtype, inputs: int, outputs: int, threads: int =
     torch.set_num_threads(threads)
     try:
         for added in (None, bias):
-            rows = torch.randn(64, inputs, generator=draw).to(dtype)
+            rows = torch.randn(MOST, inputs, generator=draw).to(dtype)
             wanted = rows.double() @ weight.double().T + (0 if added is None else added.double())
             close = 1e-5 if dtype is torch.float32 else 3e-3
 
@@ -42,7 +44,7 @@ def check_products(dtype: torch.dtype, inputs: int, outputs: int, threads: int =
             right = [found for found in native_products(packed, added, inputs, outputs) if is_right(found)]
             assert len(right) == 1
             whole = right[0].compute(rows[None])
-            assert whole.shape == (1, 64, outputs) and whole.dtype is dtype
+            assert whole.shape == (1, MOST, outputs) and whole.dtype is dtype
             for count in COUNTS:
                 assert torch.equal(right[0].compute(rows[:count]), whole[0, :count])
     finally:
@@ -59,7 +61,7 @@ def check_pairs(threads: int = 2) -> None:
         for inputs, outputs, width in PAIRS:
             draw = torch.Generator().manual_seed(inputs)
             weight, bias, rows = (
-                torch.randn(*size, generator=draw).bfloat16() for size in ((outputs, inputs), (outputs,), (64, inputs))
+                torch.randn(*size, generator=draw).bfloat16() for size in ((outputs, inputs), (outputs,), (MOST, inputs))
             )
             depth = -(-inputs // 32) * 32
             whole = torch.nn.functional.pad(weight, (0, depth - inputs, 0, -outputs % width))

@@ -1,4 +1,4 @@
-"""All decoder layers of a step of few rows in one call of the library, which writes the pages and reads them."""
+"""All decoder layers of a step in one call of the library, which writes the pages and reads them."""
 
 from __future__ import annotations
 
