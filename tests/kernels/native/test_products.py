@@ -61,7 +61,8 @@ def check_pairs(threads: int = 2) -> None:
         for inputs, outputs, width in PAIRS:
             draw = torch.Generator().manual_seed(inputs)
             weight, bias, rows = (
-                torch.randn(*size, generator=draw).bfloat16() for size in ((outputs, inputs), (outputs,), (MOST, inputs))
+                torch.randn(*size, generator=draw).bfloat16()
+                for size in ((outputs, inputs), (outputs,), (MOST, inputs))
             )
             depth = -(-inputs // 32) * 32
             whole = torch.nn.functional.pad(weight, (0, depth - inputs, 0, -outputs % width))
