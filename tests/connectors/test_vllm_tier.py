@@ -39,6 +39,8 @@ pytestmark = unless_changed(__name__, *PATHS)
 
 NEW = 12
 SETS = prompt_sets(4)
+PATIENT_S = 60.0
+"""A deadline for tests that count each record: what a busy machine reads too late is not counted."""
 
 
 def outputs(vllm: Worker, sets: list[list[list[int]]] = SETS) -> list[list[list[int]]]:
@@ -126,7 +128,7 @@ def check_bad_records(vllm: Worker, store: Path, sets: list[list[list[int]]], ex
         after = vllm.ask("metrics")
         grown = {key: int(value - before.get(key, 0)) for key, value in after.items() if value != before.get(key, 0)}
         bad = {key: count for key, count in grown.items() if key.startswith("quire_bad_records")}
-        assert bad == {f"quire_bad_records {reason}": sum(map(chunks, sets))}
+        assert bad == {f"quire_bad_records {reason}": sum(map(chunks, sets))}, grown
         assert "quire_hits" not in grown and grown["quire_saved"]
         # What waits for a record is not saved by vLLM, though it turns out to be bad; it is the next time.
         assert outputs(vllm, sets) == expected
@@ -136,7 +138,7 @@ def check_bad_records(vllm: Worker, store: Path, sets: list[list[list[int]]], ex
 def test_bad_records_are_missed_and_counted(
     llama: Path, alone: list[list[list[int]]], store: Path, tmp_path: Path
 ) -> None:
-    with engine(llama, tmp_path / "log", quire_tier(store)) as vllm:
+    with engine(llama, tmp_path / "log", quire_tier(store, deadline_s=PATIENT_S)) as vllm:
         check_bad_records(vllm, store, SETS, alone)
 
 
@@ -147,7 +149,7 @@ def test_a_thousand_bad_records_of_each_kind(llama: Path, tmp_path: Path) -> Non
     with engine(llama, tmp_path / "alone") as vllm:
         expected = outputs(vllm, sets)
     store = tmp_path / "store"
-    with engine(llama, tmp_path / "log", quire_tier(store), cpu_bytes=256 << 20) as vllm:
+    with engine(llama, tmp_path / "log", quire_tier(store, deadline_s=PATIENT_S), cpu_bytes=256 << 20) as vllm:
         assert outputs(vllm, sets) == expected
         vllm.ask("settle")
         check_bad_records(vllm, store, sets, expected)
