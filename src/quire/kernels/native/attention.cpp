@@ -18,7 +18,7 @@
 
 namespace {
 
-constexpr int DIRECT = 32, PACKED = 64;  // tokens of a block read in place, or unpacked
+constexpr int DIRECT = 32, PACKED = 128;  // tokens of a block read in place, or unpacked
 constexpr int MOST_DIRECT = 16;  // queries of a head that read keys in place
 constexpr int MOST_QUERIES = 256;  // queries of a head in one task
 constexpr int MIN_SHARED = 256;  // tokens not read again that make a shared run worthwhile
