@@ -51,8 +51,8 @@ def lives(seed: int, number: int, ask: TierAsk = TierAsk()) -> Tally:  # noqa: B
 
 @pytest.mark.slow
 def test_nothing_is_found_without_faults() -> None:
-    found = lives(21_000, 25)
-    assert found.lives == 25 and not found.met
+    found = lives(21_000, 100)  # in one of a hundred the store alone has what a known prefix lacks
+    assert found.lives == 100 and not found.met
     rare = [name for name in MUST_HAPPEN if not found.happened[name]]
     assert not rare, "never happened, so this run shows little"
 

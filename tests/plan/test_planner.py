@@ -548,6 +548,7 @@ def test_budgets_of_random_models() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_budgets_of_a_hundred_thousand_random_models() -> None:
     assert sum(check_budget(seed) for seed in range(100_000)) > 80_000
 
@@ -599,6 +600,7 @@ def test_limits_of_random_models() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_limits_of_a_hundred_thousand_random_models() -> None:
     assert sum(check_limits(seed) for seed in range(100_000)) > 60_000
 
