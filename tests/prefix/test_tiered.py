@@ -438,3 +438,41 @@ def test_all_is_said_to_be_cleared_last() -> None:
     assert clear_tree(tree).tolist() == [9]
     assert isinstance(events[-1], AllCleared)
     assert [type(event) for event in events[:-1]] == [PagesRemoved]
+
+
+class Counting(Where):
+    """How often it was asked for copies."""
+
+    num_asked = 0
+
+    def have_copies(self, pages: Ids) -> Bools:
+        self.num_asked += 1
+        return super().have_copies(pages)
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["copies", "device"])
+def test_an_eviction_asks_no_more_on_a_long_path(*, leaves: bool) -> None:
+    """Of copies, and of pages that have some: of a path of 8 nodes and of one of 64, from which others branch off."""
+    asked = []
+    for depth in (8, 64):
+        where = Counting()
+        tree = RadixCache(1, eviction_policy("lru"), placement=where)
+        for end in range(depth, 0, -1):  # so that the longest path is used first
+            tokens = ids([*range(end), 1000 + end])
+            lease = tree.lease(tree.match(NAMESPACE, tokens))
+            first, last = lease.num_pages, 100 * end
+            pages = np.arange(last, last + len(tokens) - first, dtype=np.int32)
+            where.device.update(pages.tolist())
+            tree.insert(lease, tokens[first:], pages)
+            where.copy(tree, lease, 0, len(tokens))
+            tree.release(lease)
+        counts = []
+        for _ in range(4):  # queues leave out what is not valid any more from time to time
+            where.num_asked = 0
+            if leaves:
+                assert tree.demote(1, "", None, where.leave_device).num_moved == 1
+            else:
+                assert tree.evict_lower(1, where.leave_host).num_moved == 1
+            counts.append(where.num_asked)
+        asked.append(min(counts))
+    assert asked[0] == asked[1] < 12

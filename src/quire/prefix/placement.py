@@ -147,12 +147,12 @@ class NodeTiers:
         """Queue a node without leases in each tier that it may leave."""
         if self._is_last_here(node):
             self.offer_here(node)
-        self.offer_path(node)
+        self.offer_copies(node)
 
-    def offer_path(self, node: Node) -> None:
-        """Queue the nodes of a path whose copies may be evicted, and its lowest node on the device if it is a leaf."""
+    def offer_above(self, node: Node) -> None:
+        """The same for the nodes above that have no leases any more. On the device, only the lowest may be a leaf."""
         was_here = self.is_here(node)
-        for above in path_to(node):
+        for above in path_to(node)[1:]:
             if above.level:
                 break
             self.offer_copies(above)

@@ -162,6 +162,8 @@ class RadixCache:
             node.last_used = self._clock
         self._levels.release(node)
         self.offer(node)
+        if self._has_lower and not node.level:
+            self._tiers.offer_above(node)
 
     def pin(self, node: Node) -> Lease:
         """Lease the path to a node. A pin does not count as a use."""
@@ -271,7 +273,7 @@ class RadixCache:
                 num_moved += copies - keep
                 self.names.tell(PagesRemoved, node, keep, copies, Tier.HOST)
                 leave(node.pages[keep:copies])
-                self._tiers.offer_path(node)
+                self._tiers.offer_copies(node if keep or node.parent is None else node.parent)
             else:
                 self._forget(node, keep, eviction, removed)
         return Evicted(join_ids(removed), num_moved)
@@ -333,7 +335,6 @@ class RadixCache:
             if node.depth < stop and node.depth + node.num_pages > start:
                 first, end = max(0, start - node.depth), min(node.num_pages, stop - node.depth)
                 self.names.tell(PagesStored, node, first, end, Tier.HOST)
-                self._tiers.offer_path(node)
 
     def tell_all(self) -> None:
         """Emit that nothing is cached, then all that is, for readers who missed events. O(nodes)."""
