@@ -150,7 +150,7 @@ class NodeTiers:
         self.offer_copies(node)
 
     def offer_above(self, node: Node) -> None:
-        """The same for the nodes above that have no leases any more. On the device, only the lowest may be a leaf."""
+        """Queue the nodes above that have no leases any more. On the device, only the lowest of them may be a leaf."""
         was_here = self.is_here(node)
         for above in path_to(node)[1:]:
             if above.level:
