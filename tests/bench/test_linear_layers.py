@@ -42,6 +42,6 @@ def test_alternatives_for_linear_layers_are_measured(narrowest: bool) -> None:
 def test_ways_of_a_forward_pass_are_measured() -> None:
     rows = rows_of("forward_pass.py")
     assert [row[:3] for row in rows] == [
-        ["float32", n, m] for n, m in (("1", "1"), ("16", "1"), ("64", "1"), ("1", "256"))
+        ["float32", n, m] for n, m in (("1", "1"), ("16", "1"), ("64", "1"), ("1", "100"), ("16", "16"), ("1", "256"))
     ]
     assert all(float(each.replace(",", "")) > 0 for row in rows for each in row[3:])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -195,6 +197,31 @@ def test_a_long_prompt(dtype: torch.dtype) -> None:
     assert all(map(torch.equal, *found))
     vectors = all(product.most_rows >= count for product in products_of(model))
     assert model._decoder.native.num_steps == before + vectors
+
+
+def test_a_prompt_that_lacks_memory_is_an_error() -> None:
+    """As for layers one by one: the engine ends the requests of that step, and goes on."""
+    model, count = loaded("llama_gqa"), 200_000
+    assert model._decoder is not None
+    (group,) = model.spec.groups(16)
+    pool = Pool(group.layout, 9)
+    tokens = torch.arange(5)
+    batch = PagedBatch.of(np.arange(1, 9, dtype=np.int32)[None], np.array([0]), np.array([5]), 16)
+    model.run(RunningForward([pool], [batch]), tokens, tokens, tokens[-1:])
+    layers = model._decoder.native._built[pool].layers
+    assert layers is not None
+    frames = np.ones((1, count // 16), dtype=np.int32)
+    batch = PagedBatch.of(frames, np.array([0]), np.array([count]), 16)
+    hidden, angles = torch.zeros(count, model.hidden_size), torch.zeros(count, 16)
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (now + (20 << 20), limits[1]))
+    try:
+        with pytest.raises(RuntimeError, match="memory"):
+            layers.compute(hidden, angles, angles, [batch])
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert run_once(model, 5) == 1
 
 
 def products_of(model: LoadedModel) -> list[NativeProduct]:

@@ -86,6 +86,12 @@ _products(
     "rows + first * of.inputs * row_number",
     "rows",
 )
+_products(
+    "sums_of_later_blocks_land_in_the_first",
+    "the outputs of a prompt's first 240 rows are those of later ones, whose own are what the memory had",
+    "in_place ? (float*)to + begin",
+    "in_place ? (float*)out + begin",
+)
 _tiles = partial(_changed, source="tiles.h", killer="native tiles")
 _tiles(
     "rows_beyond_the_last_tile_are_left_out",

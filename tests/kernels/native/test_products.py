@@ -100,15 +100,17 @@ def test_products_with_and_without_tiles(tiles: bool, monkeypatch: pytest.Monkey
     path = build(texts, tmp_path)
     monkeypatch.setattr(products, "native", lambda: Native(ctypes.CDLL(str(path)), path))
     check_pairs()
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    kernels = ctypes.CDLL(str(path))
-    most = [
-        NativeProduct(
-            kernels, Panels(inputs=inputs, outputs=64, depth=64, width=32, format=dtype, rows_format=dtype)
-        ).most_rows
-        for inputs, dtype in ((64, 1), (62, 1), (62, 0))
-    ]
-    assert most == [64 if tiles else 4, 4, sys.maxsize]  # oneDNN is faster where it has tiles and the library has none
+    kernels, found = ctypes.CDLL(str(path)), []
+    for has_amx in (True, False):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has_amx=has_amx: has_amx)
+        found += [
+            NativeProduct(
+                kernels, Panels(inputs=inputs, outputs=64, depth=64, width=width, format=dtype, rows_format=dtype)
+            ).most_rows
+            for inputs, dtype, width in ((64, 1, 32), (62, 1, 32), (62, 0, 32), (62, 0, 64))
+        ]
+    many = sys.maxsize if torch.backends.cpu.get_cpu_capability() == "AVX512" else 64  # a panel is one of its tiles
+    assert found == [64 if tiles else 4, 4, 64, 64, 64, 64, 64, many]  # oneDNN is faster where it has tiles and the library has none
 
 
 @needs_library

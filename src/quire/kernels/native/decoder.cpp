@@ -1,8 +1,5 @@
 // Decoder layers on pages, one behind the other, for a step: what `FusedLayer` computes in some ten calls of
 // Python for each layer. The products, the functions on rows and attention are those that it calls, so results are equal.
-#include <algorithm>
-#include <vector>
-
 #include "call.h"
 #include "products.h"
 
@@ -28,11 +25,12 @@ struct Group {  // where the rows of a step are
 struct Pass {
     const Layer* layers;
     const Group* groups;
+    uint8_t* memory;  // twice `width`, `wide_row` and `narrow_row` numbers for each row, each part in whole lines of 64 bytes, aligned to these
     uint8_t* hidden;  // [rows, width], before the first layer, then after the last one
     const uint8_t* read;  // [rows, inputs]: what the first layer's attention reads; null: the norm of the rows
     uint8_t* const* kept;  // [num_layers]: where the rows after each layer are stored, [rows, width], or null; null: none are
     const void *cosines, *sines;  // [rows, dim]
-    int64_t num_layers, rows, width, dim, queries, keys;
+    int64_t num_layers, rows, width, wide_row, narrow_row, dim, queries, keys;
     int32_t format, threads;
 };
 
@@ -71,17 +69,8 @@ void attend(const Pass& pass, const Layer& layer, const uint8_t* heads, uint8_t*
 
 extern "C" void quire_decode(const Pass* given) {
     const Pass& pass = *given;
-    static thread_local std::vector<uint8_t> memory;
-    int64_t size = pass.format == F32 ? 4 : 2, wide_row = 0, narrow_row = 0;
-    for (int64_t i = 0; i < pass.num_layers; i++) {
-        const Layer& layer = pass.layers[i];
-        wide_row = std::max({wide_row, layer.heads.outputs, layer.pairs.outputs});
-        narrow_row = std::max({narrow_row, layer.out.inputs, layer.down.inputs});
-    }
-    auto bytes = [&](int64_t row) { return (pass.rows * row * size + 63) / 64 * 64; };
-    memory.resize(2 * bytes(pass.width) + bytes(wide_row) + bytes(narrow_row) + 64);
-    uint8_t* normed = (uint8_t*)(((uintptr_t)memory.data() + 63) / 64 * 64);
-    uint8_t *added = normed + bytes(pass.width), *wide = added + bytes(pass.width), *narrow = wide + bytes(wide_row);
+    auto bytes = [&](int64_t row) { return (pass.rows * row * (pass.format == F32 ? 4 : 2) + 63) / 64 * 64; };
+    uint8_t *normed = pass.memory, *added = normed + bytes(pass.width), *wide = added + bytes(pass.width), *narrow = wide + bytes(pass.wide_row);
     const void* pending = nullptr;  // what the layer before adds to the rows
     for (int64_t i = 0; i < pass.num_layers; i++) {
         const Layer& layer = pass.layers[i];
@@ -104,5 +93,4 @@ extern "C" void quire_decode(const Pass* given) {
     const Layer& last = pass.layers[pass.num_layers - 1];  // whose norm of the sums is not read
     quire_add_rms_norm(pass.format, pass.hidden, pending, last.second_norm, pass.hidden, normed, pass.rows, pass.width, last.second_eps);
     keep(pass, pass.num_layers - 1);
-    release(memory);
 }

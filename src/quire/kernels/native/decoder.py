@@ -14,11 +14,12 @@ from torch import Tensor
 from quire.kernels.batch import PagedBatch
 from quire.kernels.fields import PagedField
 from quire.kernels.native.attention import KernelCall, NativeAttention
-from quire.kernels.native.products import FORMATS, NativeProduct, Panels
+from quire.kernels.native.products import FORMATS, MOST_ROWS, NativeProduct, Panels
 from quire.kernels.terms import AttentionTerms
 
 _P, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
+_LINE = 64  # bytes
 _NOTHING: Mapping[int, Tensor] = {}
 
 Norm = tuple[Tensor, float]
@@ -68,8 +69,8 @@ class _Group(ctypes.Structure):
 
 class _Pass(ctypes.Structure):
     _fields_ = (
-        *((name, _P) for name in ("layers", "groups", "hidden", "read", "kept", "cosines", "sines")),
-        *((name, _I64) for name in ("num_layers", "rows", "width", "dim", "queries", "keys")),
+        *((name, _P) for name in ("layers", "groups", "memory", "hidden", "read", "kept", "cosines", "sines")),
+        *((name, _I64) for name in ("num_layers", "rows", "width", "wide_row", "narrow_row", "dim", "queries", "keys")),
         *((name, _I32) for name in ("format", "threads")),
     )
 
@@ -87,15 +88,21 @@ class NativeLayers:
     ) -> None:
         self._decode = library.quire_decode
         self._decode.argtypes, self._decode.restype = (_P,), None
-        self.most_rows = min(product.most_rows for each in parts for product in each.products)
         self._kept = list(parts)  # whose tensors have addresses in `_layers`
         self._dtype = parts[0].norms[0][0].dtype
+        products = [product for each in parts for product in each.products]
+        self.most_rows = min(product.most_rows for product in products)
+        if any(product.panels.format != FORMATS[self._dtype] for product in products):
+            self.most_rows = min(self.most_rows, MOST_ROWS)  # rows are widened all at once
         layers = [self._layer(attention, *each) for each in zip(parts, fields, strict=True)]
         self._layers = (_Layer * len(layers))(*layers)
         first = parts[0]
         self._pass = _Pass(layers=ctypes.addressof(self._layers), num_layers=len(layers), format=FORMATS[self._dtype])
         self._pass.width, self._pass.dim = len(first.norms[0][0]), first.dim
         self._pass.queries, self._pass.keys = first.queries, first.keys
+        panels = [[product.panels for product in each.products] for each in parts]
+        self._pass.wide_row = max(of.outputs for heads, _, pairs, _ in panels for of in (heads, pairs))
+        self._pass.narrow_row = max(of.inputs for _, out, _, down in panels for of in (out, down))
 
     @classmethod
     def can_run(cls, parts: Sequence[LayerParts], fields: Sequence[LayerFields]) -> bool:
@@ -148,6 +155,9 @@ class NativeLayers:
             )
             step.kept = ctypes.addressof(places)
         step.rows, step.threads = hidden.shape[0], torch.get_num_threads()
+        numbers = 2 * step.width + step.wide_row + step.narrow_row
+        memory = hidden.new_empty(step.rows * numbers * hidden.element_size() + 5 * _LINE, dtype=torch.uint8)
+        step.memory = -(-memory.data_ptr() // _LINE) * _LINE
         self._decode(ctypes.addressof(step))
 
 

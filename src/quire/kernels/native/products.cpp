@@ -1,4 +1,6 @@
 // The products of rows with packed weights.
+#include <vector>
+
 #include "products.h"
 #include "tiles.h"
 
@@ -6,6 +8,7 @@ namespace {
 
 constexpr int64_t LARGEST = 64;  // outputs of a panel
 constexpr int64_t BLOCK = 240;  // rows of a panel at once, whose sums stay in the cache: a multiple of those of tiles
+constexpr int64_t SHARE = 36;  // rows below which they are not shared by threads: each reads the whole panel
 constexpr int64_t SERIAL = 1 << 20;  // multiplications below which threads cost more than they save
 
 INLINE void narrow(const float* from, int32_t format, int64_t count, uint8_t* to) {
@@ -61,11 +64,12 @@ void multiply(const Panels& of, const uint8_t* rows, uint8_t* out, int64_t count
         });
     }
 #endif
-    const int64_t most = std::min(count, BLOCK), number = of.rows_format == F32 ? 4 : 2;
+    const int64_t panels = (of.outputs + of.width - 1) / of.width, shares = threads > 1 ? (4 * threads + panels - 1) / panels : 1;
+    const int64_t most = std::clamp((count + shares - 1) / shares, SHARE, BLOCK), number = of.rows_format == F32 ? 4 : 2;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         static thread_local std::vector<float> sums;
-        sums.resize(most * of.width);
+        sums.resize(std::min(count, most) * of.width);
 #pragma omp for collapse(2)
         for (int64_t begin = 0; begin < of.outputs; begin += of.width)
             for (int64_t first = 0; first < count; first += most) {
@@ -78,7 +82,6 @@ void multiply(const Panels& of, const uint8_t* rows, uint8_t* out, int64_t count
                 finish(of, begin, of.width, sum, row, some, to);
             }
     }
-    release(wide);
 }
 
 extern "C" int quire_can_multiply(const Panels* of) {
@@ -89,6 +92,9 @@ extern "C" int quire_can_multiply(const Panels* of) {
 #endif
     return of->width % W == 0 && of->width <= LARGEST && (pairs || of->format == F32);
 }
+
+// Whether vectors fill a panel: then many rows are as fast as in any other layout.
+extern "C" int quire_takes_many_rows(const Panels* of) { return of->width == NV * W && of->format == of->rows_format; }
 
 extern "C" int quire_uses_tiles(const Panels* of) {
 #if defined(__AMX_BF16__)

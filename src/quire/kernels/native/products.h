@@ -2,14 +2,8 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
 #include "vectors.h"
-
-constexpr size_t KEPT = 64 << 20;  // bytes that a thread keeps for its next call
-template <class T> void release(std::vector<T>& memory) {
-    if (memory.size() * sizeof(T) > KEPT) std::vector<T>().swap(memory);
-}
 
 struct Singles {  // a vector of B has W numbers of one row of it
     using Number = float;
