@@ -101,6 +101,8 @@ def test_what_brings_little_is_said() -> None:
     assert "storage" not in " ".join(apart["notes"]).replace("Without storage", "")
     small = tiers_as_dict(engine_config(host_memory="1GiB"), small_plan(num_pages=90, page_size=16), (40,), (1,), 1)
     assert any("fewer tokens than the device (640 of 1,440)" in note for note in small["notes"])
+    alike = tiers_as_dict(engine_config(host_memory="1GiB"), small_plan(num_pages=41, page_size=16), (40,), (1,), 1)
+    assert not any("fewer tokens than the device" in note for note in alike["notes"])
     less = described(host_memory="1GiB", storage="/x", storage_size="2KiB")
     assert any("Storage holds fewer tokens than host memory (32 of 640)" in note for note in less["notes"])
     assert dict(tier_rows(described(storage="/x")))["Storage"] == "/x, as large as it is"

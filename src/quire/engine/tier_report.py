@@ -73,6 +73,10 @@ def tiers_as_dict(
     return found | {"notes": _notes(config, plan, found)}
 
 
+_AS_MANY = 0.9
+"""Part of the device's tokens from which host memory counts as large as the device: rounding is no news."""
+
+
 def _notes(config: EngineConfig, plan: MemoryPlan, found: Mapping[str, Any]) -> list[str]:
     host, storage = found["host"], found["storage"]
     notes = []
@@ -80,7 +84,7 @@ def _notes(config: EngineConfig, plan: MemoryPlan, found: Mapping[str, Any]) -> 
         reached = "storage is" if config.storage is not None else "other engines are"
         why = f"{reached} reached through it" if config.host_memory is None else "as asked"
         notes.append(f"The size of host memory was chosen here: {why}.")
-    if host["tokens"] < plan.num_tokens and config.write_policy != "write_back":
+    if host["tokens"] < _AS_MANY * plan.num_tokens and config.write_policy != "write_back":
         notes.append(
             f"Host memory holds fewer tokens than the device ({host['tokens']:,} of {plan.num_tokens:,}): little of "
             "what leaves the device will be there."
