@@ -116,7 +116,7 @@ def vllm_client(job: Job) -> dict[str, Any]:
         lengths=[found["output_lens"][i] for i in good],
         ttft_s=[found["ttfts"][i] for i in good],
         itl_s=[each for i in good for each in found["itls"][i]],
-        errors=[error for error in found["errors"] if error],
+        errors=[error.strip().splitlines()[-1] for error in found["errors"] if error],  # without its traceback
         load=load,
     )
 
