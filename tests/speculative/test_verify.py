@@ -195,6 +195,37 @@ def test_what_becomes_worth_it_is_found() -> None:
     assert tokens > 2 * 6000
 
 
+def _life(governor: Governor, steps: int, right: int, *, finds: int = 1) -> int:
+    """Steps with six drafts where each `finds`-th search finds some, of which so many are right. The first draft of a
+    step costs as much as the step, and others little. How many of the steps had drafts."""
+    rows, serials, drafted = np.array([0]), np.array([1], dtype=np.int64), 0
+    for turn in range(steps):
+        counts = governor.limits(rows, serials) * (turn % finds == 0)
+        drafts = int(counts[0]) if counts.any() and governor.pays(rows, serials, counts) else 0
+        if drafts:
+            governor.settled(rows, serials, np.array([drafts]), np.array([min(right, drafts)]))
+        governor.measured(1, drafts, 1.0 + (1.0 + 0.05 * drafts if drafts else 0.0), 0.0)
+        drafted += drafts > 0
+    return drafted
+
+
+def test_what_becomes_right_is_tried_again_where_the_first_draft_costs_most() -> None:
+    """Drafts of which one in two is right would not pay there, so nothing would ever show that more are."""
+    governor = Governor(1, 6)
+    _life(governor, 400, right=0)
+    assert _life(governor, 2000, right=6, finds=3) > 300
+
+
+def test_steps_with_drafts_that_were_interrupted_are_no_verdict() -> None:
+    """Another process ran meanwhile, and the drafts were wrong besides. Three of these do not use up the credit."""
+    governor, rows, serials = Governor(1, 6), np.array([0]), np.array([1], dtype=np.int64)
+    _life(governor, 40, right=6)
+    for _ in range(3):
+        governor.settled(rows, serials, np.array([6]), np.array([0]))
+        governor.measured(1, 6, 60.0)
+    assert not governor.rests(1)
+
+
 @pytest.mark.parametrize(("topk", "depth", "most"), [(2, 1, 2), (2, 4, 6), (3, 3, 9), (4, 3, 40), (1, 5, 4)])
 def test_trees_grow_best_first(topk: int, depth: int, most: int) -> None:
     """Against the definition, for requests of different depths: at each depth the likeliest nodes are expanded."""

@@ -28,6 +28,7 @@ _MEMORY = 0.9  # weight of a request's earlier acceptance, per step with drafts
 _MEMORY_OF_ALL = 0.97
 _FORGET = 0.95  # weight of all acceptance, per step whose drafts do not pay: untried drafts become uncertain
 _PRIOR_TRIALS = 2.0
+_PRIOR_RATE = 0.9  # of drafts that were not tried: where they could pay they are tried, as far as there is credit
 _LEARN = 0.1  # share of a new measurement
 _PLAIN_EVERY = 96  # steps with drafts between two without, of one size of batch
 _MARGIN = 1.05  # how much more than its cost a draft has to be worth
@@ -185,7 +186,9 @@ class Governor:
             added = max(0.0, seconds - size.plain_s * num_requests)
             lost = 0.0
             if size.num_drafted:  # the first step of a kind is no verdict
-                added = min(added, _OUTLIER * max(sum(size.cost()) * size.drafts, size.plain_s * num_requests / 16))
+                start, each = size.cost()
+                most = max(start + each * num_drafts, size.plain_s * num_requests / 16)
+                added = min(added, _OUTLIER * most)
                 lost = added - accepted * size.plain_s
             size.add_drafted(num_drafts, added)
         credit = size.credit + _SHARE - lost / (size.plain_s * num_requests)
@@ -201,7 +204,7 @@ class Governor:
 
     def _rate(self) -> float:
         """The chance of a draft to be right, where those before it were, over all requests."""
-        return (self._all_right + 1.0) / (self._all_trials + 2.0)
+        return (self._all_right + _PRIOR_TRIALS * _PRIOR_RATE) / (self._all_trials + _PRIOR_TRIALS)
 
     def _rates(self, rows: Rows, serials: Lengths) -> npt.NDArray[np.float64]:
         """The rate of each request, above 0 and below 1."""
