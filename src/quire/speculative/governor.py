@@ -26,7 +26,7 @@ from quire.counters import counter, gauge
 
 _MEMORY = 0.9  # weight of a request's earlier acceptance, per step with drafts
 _MEMORY_OF_ALL = 0.97
-_FORGET = 0.95  # weight of all acceptance, per step whose drafts do not pay: untried drafts become uncertain
+_FORGET = 0.95  # weight of all acceptance, per step whose drafts do not pay: untried ones become likely again
 _PRIOR_TRIALS = 2.0
 _PRIOR_RATE = 0.9  # so drafts that were not tried are tried where they could pay, as far as there is credit
 _LEARN = 0.1  # share of a new measurement
