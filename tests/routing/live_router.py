@@ -6,9 +6,9 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import uvloop
-from openai import OpenAI
 
 from quire.routing.config import RouterKind
 from quire.routing.router import Router, open_client
@@ -56,9 +56,9 @@ class LiveRouter(LiveServer):
         self._listener = bind("127.0.0.1", 0)
         self.summary = {"url": url_of(self._listener)}
         self.port = self._listener.getsockname()[1]
+        self._clients = ExitStack()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
-        self._client = super().client()
         wait_until(lambda: all(upstream.is_healthy for upstream in self.upstreams))
 
     def _serve(self) -> None:
@@ -77,12 +77,8 @@ class LiveRouter(LiveServer):
             watching.cancel()
             await asyncio.wait((watching,))
 
-    def client(self, api_key: str = "none") -> OpenAI:
-        """One for all tests, so that it is closed."""
-        return self._client
-
     def close(self) -> None:
-        self._client.close()
+        self._clients.close()
         self._http.should_exit = self._http.force_exit = True
         self._thread.join(10)
         self._listener.close()

@@ -10,9 +10,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import psutil
+from anthropic import Anthropic
 from openai import OpenAI
 
 from tests.programs import ForkedProgram
@@ -21,11 +23,12 @@ START_S = 120.0
 
 
 class LiveServer:
-    """Started on a free port; ready when constructed."""
+    """Started on a free port; ready when constructed. It owns the clients that it makes."""
 
     def __init__(self, *command: str, forks: bool = False) -> None:
         """Run a module with its arguments, in a process of its own or in one that is forked."""
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `close`
+        self._clients = ExitStack()
         self.process: subprocess.Popen[str] | ForkedProgram
         with tempfile.TemporaryFile("w+") as engines:
             if forks:
@@ -72,6 +75,7 @@ class LiveServer:
 
     def close(self) -> None:
         """End it, however it is."""
+        self._clients.close()
         self.process.kill()
         self.process.wait()
         if self.process.stdout is not None:
@@ -83,7 +87,14 @@ class LiveServer:
         return self._log.read()
 
     def client(self, api_key: str = "none") -> OpenAI:
-        return OpenAI(base_url=f"{self.summary['url']}/v1", api_key=api_key, max_retries=0, timeout=60)
+        """It is closed with the server. Garbage, it may not close before a socket of it says that none did."""
+        url = f"{self.summary['url']}/v1"
+        return self._clients.enter_context(OpenAI(base_url=url, api_key=api_key, max_retries=0, timeout=60))
+
+    def anthropic(self, api_key: str = "none") -> Anthropic:
+        """Likewise, Anthropic's."""
+        url = self.summary["url"]
+        return self._clients.enter_context(Anthropic(base_url=url, api_key=api_key, max_retries=0, timeout=60))
 
     def request(
         self,

@@ -22,13 +22,9 @@ TOOL: Any = {
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bath", "days": 2}}\n</tool_call>'
 
 
-def client_of(server: LiveServer, key: str = "none") -> Anthropic:
-    return Anthropic(base_url=server.summary["url"], api_key=key, max_retries=0, timeout=60)
-
-
 @pytest.fixture(scope="module")
 def client(scripted: LiveServer) -> Anthropic:
-    return client_of(scripted)
+    return scripted.anthropic()
 
 
 def asked(answer: str, **options: Any) -> Any:
@@ -185,7 +181,8 @@ def test_failures_of_the_server_are_those_of_the_client() -> None:
         return live.request("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers=key)[0]
 
     key = {"X-Api-Key": "secret"}
-    with LiveServer.echo(api_key="secret", max_queue=0, max_restarts=0) as live, client_of(live, "secret") as client:
+    with LiveServer.echo(api_key="secret", max_queue=0, max_restarts=0) as live:
+        client = live.anthropic("secret")
         assert failure(client.with_options(api_key="wrong"), "a") == (401, "authentication_error")
         assert failure_in_stream(client, "fail") == (200, "api_error")
         patient = client.with_options(max_retries=2)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Literal
 
-from anthropic import Anthropic, AsyncAnthropic
+from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
@@ -44,11 +44,11 @@ def test_responses_of_openai(bundled: LiveServer) -> None:
 
 
 def test_messages_of_anthropic(bundled: LiveServer) -> None:
-    with Anthropic(base_url=bundled.summary["url"], api_key="none", max_retries=0) as client:
-        found = client.messages.parse(**ASKED, output_format=Trip)
-        assert found.stop_reason == "end_turn" and isinstance(found.parsed_output, Trip)
-        with client.messages.stream(**ASKED, output_format=Trip) as stream:
-            assert isinstance(stream.get_final_message().parsed_output, Trip)
+    messages = bundled.anthropic().messages
+    found = messages.parse(**ASKED, output_format=Trip)
+    assert found.stop_reason == "end_turn" and isinstance(found.parsed_output, Trip)
+    with messages.stream(**ASKED, output_format=Trip) as stream:
+        assert isinstance(stream.get_final_message().parsed_output, Trip)
 
 
 def test_async_clients_at_once(bundled: LiveServer) -> None:
