@@ -33,7 +33,7 @@ COSTS = {
     "cpu": CostModel(launch=0.005, weights=0.0, token=2e-4, pair=5e-8, reads=((6e-7, 0),)),
     "gpu": CostModel(launch=0.0005, weights=0.012, token=1 / 15_000, pair=1e-9, reads=((5e-8, 0),)),
 }
-RULES = ((None, None), (1.0, 16), (3.0, None), (3.0, 16), (3.0, 24), (5.0, 16))
+RULES = ((None, None), (1.0, 24), (2.0, None), (2.0, 24), (2.0, 36), (3.0, 24), (5.0, 24))
 """What prompts may add, times what a step takes alone, and the steps over which the backlog is spread."""
 LINE = "{:>5} {:>4} {:>12} {:>9} {:>9} {:>9} {:>9} {:>10} {:>9} {:>9}"
 HEAD = ("", "n", "", "tokens/s", "ITL p50", "p99", "most", "TTFT mean", "p50", "p99")

@@ -13,7 +13,7 @@ BENCH = Path(__file__).parents[2] / "bench" / "engine" / "chunk_budget.py"
 
 
 @slow_unless_changed("bench/engine/", "bench/harness.py")
-@pytest.mark.parametrize(("options", "lines"), [((), 12), (("--engine", "--toy"), 2)])
+@pytest.mark.parametrize(("options", "lines"), [((), 14), (("--engine", "--toy"), 2)])
 def test_the_benchmark_runs(options: tuple[str, ...], lines: int) -> None:
     done = run_program(BENCH, "--clients", "2", *options)
     assert done.returncode == 0, done.stderr

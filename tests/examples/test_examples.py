@@ -12,7 +12,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from anthropic import Anthropic
 from examples.demo.tiers import server_process
+from openai import OpenAI
 
 from tests.changes import in_turns
 from tests.covering import each_of
@@ -112,7 +114,11 @@ def test_python_of_documents_runs(
 ) -> None:
     """What says how much came from the cache says nothing the first time, and something the last time."""
     monkeypatch.chdir(tmp_path)
-    exec(compile(at_server(block), "document", "exec"), {})
+    names: dict[str, object] = {}
+    exec(compile(at_server(block), "document", "exec"), names)
+    for each in names.values():
+        if isinstance(each, OpenAI | Anthropic):
+            each.close()
     printed = capsys.readouterr().out
     assert printed
     if "from the cache" in block:

@@ -200,7 +200,7 @@ class Retention(RetentionPort):
             retention_id=prefix.retention_id,
             asked_tokens=len(tokens),
             granted_tokens=num_retained * self._size,
-            expires_in_seconds=prefix.expires_at - now,
+            expires_in_seconds=round(prefix.expires_at - now, 6),  # as was asked, and not a rounding error more
             pinned=prefix.pinned,
             reason=reason,
             host_tokens=(num_retained - self._num_here(pages_to(prefix.end))) * self._size,

@@ -5,9 +5,9 @@ step are learned from the steps before it (`CostFit`). While no request decodes,
 limited. Otherwise prompts may add to a step
 
     with a target       target - alone
-    without one         the larger of 3 * alone and backlog / 24
+    without one         the larger of 2 * alone and backlog / 24
 
-seconds. `alone` is the time of the step without prompts. So a step takes at most four times as long as its decodes
+seconds. `alone` is the time of the step without prompts. So a step takes at most three times as long as its decodes
 alone, unless prompts arrive faster than that computes them: then a first token comes after about 24 steps, and both
 latencies grow together. Prompts are computed in order, and the first one always advances, by `least` tokens or to its
 end.
@@ -27,7 +27,7 @@ from quire.scheduler.step import Step
 LEAST_TOKENS = 16
 """A smaller chunk costs more than its tokens."""
 
-_ADDED = 3.0  # what prompts may add to a step without a target, times what it takes alone
+_ADDED = 2.0  # what prompts may add to a step without a target, times what it takes alone
 _STEPS = 24  # in which the prompts that are known now are to be computed
 _KEEPS = 0.97  # weight of earlier steps at each new one
 _KEEPS_SHARE = 0.9  # weight of earlier prompts in the mean
@@ -109,7 +109,7 @@ class ChunkBudget:
         else:
             pressed = self._backlog_s(cost, backlog) / _STEPS
             self._budget_s = max(_ADDED * self._alone_s, pressed)
-            self._why = "three times its decodes" if pressed < self._budget_s else "a share of all that wait"
+            self._why = "twice its decodes" if pressed < self._budget_s else "a share of all that wait"
         self._left_s = self._budget_s
         self._totals.steps += 1
 

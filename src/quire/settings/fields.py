@@ -90,7 +90,7 @@ class StepFields(BatchFields):
     target_itl_ms: TargetItl = setting(
         "auto",
         "Most milliseconds between two tokens of a request because of other prompts: these are computed in chunks that "
-        "fit. auto: about four times a step without prompts, or more while many prompts wait; off: prompts first.",
+        "fit. auto: about three times a step without prompts, or more while many prompts wait; off: prompts first.",
         metavar="MS",
         otherwise="auto; off in scripts with LLM, and in replays",
     )
