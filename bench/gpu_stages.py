@@ -846,6 +846,50 @@ def profile(options: Options) -> Found:
     }
 
 
+def mapped(options: Options) -> Found:
+    """Memory that CUDA's driver maps piece by piece: what is given back is free, what comes again is zero, and an
+    engine draws the same tokens before and after changes of its size. Elsewhere it is refused."""
+    import torch
+
+    from quire.engine.device.cuda_memory import cuda_backing
+    from quire.engine.elastic import memory_of
+    from quire.engine.messages import ResizeRequest
+    from quire.errors import RefusedCombination
+
+    whole, part = 1 << 28, 1 << 26
+    try:
+        backing = cuda_backing(whole, torch.device(options.device))
+    except RefusedCombination as error:
+        return {"refused": str(error)}
+    backing.tensor.fill_(7)
+    before = torch.cuda.mem_get_info()[0]
+    found: Found = {"smaller_ms": milliseconds_of(lambda: backing.resize(part), options)}
+    found["freed"] = torch.cuda.mem_get_info()[0] - before
+    assert found["freed"] == whole - part, f"{found['freed']:,} bytes are free again"
+    found["larger_ms"] = milliseconds_of(lambda: backing.resize(whole), options)
+    assert bool(backing.tensor[:part].eq(7).all()) and not backing.tensor[part:].any()
+    options.tell(found)
+    sizes = options.small
+    loaded, prompts = model_of(sizes, "float32", options.device), prompts_of(sizes)
+    core = engine_of(loaded, options, sizes, elastic_gpu=True, kv_memory=f"{8 << 20}..{64 << 20}")
+    expected = generate(core, prompts, sizes.new, "first")
+    for turn, size in enumerate((8 << 20, 64 << 20)):
+        core.resize(ResizeRequest(device_bytes=size))
+        assert generate(core, prompts, sizes.new, f"turn-{turn}") == expected, f"with {size:,} bytes"
+        assert memory_of(core).report().done
+    core.audit()
+    return found
+
+
+def milliseconds_of(work: Callable[[], object], options: Options) -> float:
+    """The time of one call, which is not repeated."""
+    finish(options.device)
+    began = time.perf_counter()
+    work()
+    finish(options.device)
+    return round(1e3 * (time.perf_counter() - began), 2)
+
+
 STAGES: dict[str, tuple[Callable[[Options], Found], float]] = {
     "versions": (versions, 60),
     "pool": (pool, 25),
@@ -864,6 +908,7 @@ together they end within one call of ten minutes, also if each takes all of its 
 
 REST: dict[str, tuple[Callable[[Options], Found], float]] = {
     "formats": (formats, 120),
+    "mapped": (mapped, 40),
     "profile": (profile, 60),
 }
 """For another call."""

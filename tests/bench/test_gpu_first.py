@@ -41,7 +41,7 @@ def test_every_stage_runs(tmp_path: Path) -> None:
     assert {line["stage"] for line in all_lines if "partial" in line} >= {"kernels", "model", "overlap", "graphs"}
     found = {line["stage"]: line["found"] for line in lines}
     names = ["versions", "pool", "kernels", "launches", "model", "sampler", "moves", "overlap", "graphs", "tiers"]
-    names += ["throughput", "formats", "profile"]
+    names += ["throughput", "formats", "mapped", "profile"]
     assert list(found) == names and all(line["ok"] for line in lines)
     assert found["versions"]["missing"] == []
     assert max(found["kernels"]["cases"].values()) < 2e-2

@@ -6,7 +6,7 @@ where there are some, then the outermost frames move inwards. What running reque
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -32,6 +32,8 @@ class Resizing:
         self._parts = parts
         self._growth = growth
         self._rooms = tuple(room for room in parts.rooms if not room.outer.frames.are_page_ids)
+        self.provide: Callable[[int, int], None] = lambda group, gone: None
+        """Called with a group before its frames may lie anywhere but in the last `gone` bytes of its memory."""
         self.plan = parts.plan
         self.is_released = False
 
@@ -62,9 +64,10 @@ class Resizing:
 
     def released(self) -> dict[int, int]:
         """How many bytes at the end of the memory no frame needs, by the group whose frames lie there."""
-        sizes = [group.layout.bytes_per_frame for group in self._parts.plan.groups]
-        outer = ((room.outer.index, room.ids) for room in self._rooms)
-        return {group: (ids.size - ids.last_present) * sizes[group] for group, ids in outer}
+        return {room.outer.index: self._beyond(room, room.ids.last_present) for room in self._rooms}
+
+    def _beyond(self, room: Room, last: int) -> int:
+        return (room.ids.size - last) * self._parts.plan.groups[room.outer.index].layout.bytes_per_frame
 
     def check(self, prompt: int, max_tokens: int) -> None:
         """Refuse a request that can never run at this size. Raises what `MemoryPlan.check_request` raises."""
@@ -96,6 +99,7 @@ class Resizing:
         for room, units in zip(self._parts.rooms, promised, strict=True):
             if room in before:
                 room.asked = max(self._goal(room), room.limit_for(units))
+                self.provide(room.outer.index, self._beyond(room, room.asked))
                 room.resize(room.asked)
         smaller = {room for room, limit in before.items() if room.limit < limit}
         reserved = [int(group.remaining(rows, have, reached).sum()) * (group.room in smaller) for group in groups]

@@ -147,6 +147,11 @@ class CacheFields(WorthFields, TenantFields):
         "The KV memory gets smaller while the container, or the machine, is short of memory, and larger after that.",
         needs="a range of --kv-memory",
     )
+    elastic_gpu: bool = setting(
+        False,
+        "Map the KV memory of a GPU piece by piece, by CUDA's driver, so that its size can change while a server runs. "
+        "No GPU has run it yet.",
+    )
     identify_weights: bool = setting(False, "Read all weights to tell them from others.", option=None)
     kv_events: str | None = setting(
         None,

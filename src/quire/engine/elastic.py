@@ -56,6 +56,7 @@ class ElasticMemory(ResizingPart):
         self.floors: list[Callable[[MemoryPlan], None]] = [self._fits_pins]
         self.floors += [part.fits for part in parts_for_tenants(engine.cache)]
         size_within(self._whole, self._least)
+        self._resizing.provide = self._provide
         self._host = HostMemorySize(engine)
 
     # -- verbs
@@ -68,10 +69,14 @@ class ElasticMemory(ResizingPart):
             raise InvalidInput("no size was given.", fix="give device_bytes, host_bytes or both.")
         plan = self._resizing.plan if request.device_bytes is None else self._checked(request.device_bytes)
         if request.host_bytes is not None:
-            self._host.aim(request.host_bytes)
-        self._asked = request.device_bytes or self._asked
+            self._host.check(request.host_bytes)
         preempts = request.preempt or (request.device_bytes is None and self.preempts)
-        return self._have(plan, released=self._resizing.is_released, preempts=preempts, wait_s=request.wait_s)
+        later = self._have(plan, released=self._resizing.is_released, preempts=preempts, wait_s=request.wait_s)
+        self._asked = request.device_bytes or self._asked
+        if request.host_bytes is not None:
+            self._host.aim(request.host_bytes)
+            self._go_on()
+        return later
 
     def release(self, wait_s: float) -> Later[MemoryReport]:
         """Give all KV memory back; requests wait. Cached pages stay on lower tiers, where there are some."""
@@ -85,8 +90,13 @@ class ElasticMemory(ResizingPart):
     def _have(self, plan: MemoryPlan, *, released: bool, preempts: bool, wait_s: float) -> Later[MemoryReport]:
         resizing, counted = self._resizing, self._cache.counters
         evicted, moved = resizing.num_evicted, counted.moved_frames
+        plan_before, was_released = resizing.plan, resizing.is_released
+        try:
+            self.aim(plan, released=released, preempts=preempts)
+        except PlanError:  # a GPU has no memory left
+            self.aim(plan_before, released=was_released)
+            raise
         self._num_resizes += 1
-        self.aim(plan, released=released, preempts=preempts)
 
         def poll(waits: bool) -> MemoryReport | None:
             if waits and not self.is_done:
@@ -153,6 +163,12 @@ class ElasticMemory(ResizingPart):
         if self._num_bytes > before:
             threading.Thread(target=self._engine.populate, name="quire-populate", daemon=True).start()
 
+    def _provide(self, group: int, gone: int) -> None:
+        """Have memory for frames before they are handed out: a GPU may have none left."""
+        backing = self._engine.pools[group].backing
+        if backing.can_shrink and (num_bytes := len(backing.tensor) - gone) > backing.num_bytes:
+            backing.resize(num_bytes)
+
     def _holders(self) -> list[MemoryHolder]:
         cache, rows, plan = self._cache, self._cache.rows, self._cache.plan
         sizes = [each.layout.bytes_per_frame for each in plan.groups]
@@ -216,7 +232,10 @@ def memory_parts(engine: EngineCore) -> Iterator[Part]:
     if not why_fixed(engine):
         yield PressedMemory(engine) if engine.config.kv_pressure else ElasticMemory(engine)
     elif engine.config.kv_memory_least is not None:
-        raise RefusedCombination(f"--kv-memory from one size to another: {why_fixed(engine)}", fix="give one size.")
+        raise RefusedCombination(
+            f"--kv-memory from one size to another: {why_fixed(engine)}",
+            fix="give one size, or on a GPU --elastic-gpu too.",
+        )
 
 
 def why_fixed(engine: EngineCore) -> str:
@@ -247,6 +266,6 @@ def memory_of(engine: EngineCore) -> ElasticMemory:
     if part is None:
         raise RefusedCombination(
             f"the KV memory cannot change: {why_fixed(engine)}",
-            fix="start a server on a CPU with --kv-memory 1GiB..4GiB.",
+            fix="start the server with --kv-memory 1GiB..4GiB, and on a GPU with --elastic-gpu.",
         )
     return part

@@ -38,8 +38,8 @@ class HostMemorySize:
         """Whether it has the size that was asked for."""
         return self._resizing is None or self._resizing.reached
 
-    def aim(self, num_bytes: int) -> None:
-        """Have so many bytes; `go_on` gets there. Raises InvalidInput, PlanError or RefusedCombination."""
+    def check(self, num_bytes: int) -> None:
+        """Raise InvalidInput, PlanError or RefusedCombination if it cannot have so many bytes."""
         if self._resizing is None:
             raise RefusedCombination(
                 f"the size of host memory is fixed: {self._why_fixed}", fix="leave host_bytes out."
@@ -50,6 +50,11 @@ class HostMemorySize:
                 f"{format_bytes(self._most)}.",
                 fix=f"ask for at most {self._most} bytes, or start the server with more --host-memory.",
             )
+        host_frames(self._plan, num_bytes)
+
+    def aim(self, num_bytes: int) -> None:
+        """Have so many bytes, as was checked; `go_on` gets there."""
+        assert self._resizing is not None
         self._resizing.goal = host_frames(self._plan, num_bytes)
         self._asked = num_bytes
 

@@ -17,6 +17,7 @@ import torch
 from quire.cache.statistics import CacheCounters
 from quire.counters import counter, gauge, labelled, plain
 from quire.engine.config import STORE_DRAIN_S, EngineConfig
+from quire.engine.device.cuda_memory import cuda_backing
 from quire.engine.device.frame_staging import ComputeStream, FrameStaging
 from quire.engine.device.runner import build_pools
 from quire.engine.hisparse import HostedLatents, check_loss, hosted_latents
@@ -26,6 +27,7 @@ from quire.engine.tier_report import StoreCounters, store_counters, tiers_as_dic
 from quire.engine.tier_storage import Storage, check_storage_size
 from quire.engine.watchdog import LaneWatch
 from quire.loop import Part
+from quire.memory.backing import backing_of
 from quire.memory.frame_copies import FrameCopies
 from quire.memory.host_pool import HostPool, Progress
 from quire.memory.pool import Pool
@@ -67,7 +69,8 @@ def build_memory(
     with ExitStack() as undo:
         # Pools that need nothing of the host come first: they are refused before its memory is touched.
         shrinks = config.kv_memory_least is not None
-        pools = () if memory.groups_on_host else build_pools(memory, device, shrinks=shrinks)
+        backs = cuda_backing if config.elastic_gpu else partial(backing_of, touched=False, shrinks=shrinks)
+        pools = () if memory.groups_on_host else build_pools(memory, device, backs=backs)
         host = _tier_memory(config, memory, device, progress) if config.has_tiers else None
         if host is not None:
             undo.callback(host.close)
@@ -75,7 +78,7 @@ def build_memory(
         for each in latents:
             undo.callback(each.close)
         if not pools:
-            pools = build_pools(memory, device, {each.group: each.pool for each in latents}, shrinks=shrinks)
+            pools = build_pools(memory, device, {each.group: each.pool for each in latents}, backs=backs)
         undo.pop_all()
     return pools, next(iter(latents), None), host
 

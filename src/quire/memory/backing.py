@@ -3,7 +3,7 @@
     Backing         all of it, for as long as the tensor lives: memory of a GPU, and small or foreign memory of the host
     MappedBacking   the first bytes, as many as were asked for: address space of the host, whose end can be given back
 
-Another kind of memory that can be given back, such as CUDA's virtual memory, is a class here.
+That of a GPU whose end can be given back is `CudaBacking` (`quire.engine.device.cuda_memory`).
 """
 
 from __future__ import annotations
@@ -41,22 +41,17 @@ class Backing:
         yield from ()
 
     def resize(self, num_bytes: int) -> None:
-        """Have the first `num_bytes`, and give the rest back to the system. Bytes that come again are zero, and are
-        provided when they are written, or by `populate`. Nothing may use the rest. Raises RefusedCombination."""
-        raise RefusedCombination(
-            self.why_fixed, fix="leave the size as it is, or serve on a CPU with --kv-memory 1GiB..4GiB."
-        )
+        """Have the first `num_bytes`, and give the rest back to the system. Bytes that come again are zero. On a host
+        they are provided when they are written, or by `populate`. Nothing may use the rest. Raises RefusedCombination,
+        and PlanError, with nothing changed, if a GPU has too little."""
+        fix = "leave the size as it is, or start with --kv-memory 1GiB..4GiB, and on a GPU with --elastic-gpu."
+        raise RefusedCombination(self.why_fixed, fix=fix)
 
     @property
     def why_fixed(self) -> str:
         """Why the size cannot change; "" if it can."""
         device = self.tensor.device
-        what = (
-            "small pools"
-            if device.type == "cpu"
-            else "memory that is mapped piece by piece is not built there, and KV pools"
-        )
-        return f"{what} on {device} have a fixed size."
+        return f"{'small' if device.type == 'cpu' else 'KV'} pools on {device} have a fixed size."
 
 
 class MappedBacking(Backing):

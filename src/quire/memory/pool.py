@@ -26,9 +26,9 @@ class Pool:
     field with its part of all frames, a view `[layers, num_frames + 1, entries, *shape]`. Entries of one frame are
     contiguous, and frames are not: `flatten` and `reshape` over frames copy, and writes to a copy are lost.
 
-    Without `rows` the pool allocates them (`backing_of`), such that they can be given back if it `shrinks`. With
-    `rows`, such as records in host memory, another object owns the memory, and `backing` is what it gave. A `reader` is
-    another device that computes on frames in host memory. Raises UnsupportedModel if fields are not aligned."""
+    Without `rows` the pool allocates them (`backing_of`). With `rows`, such as records in host memory, another object
+    owns the memory, and `backing` is what it gave. A `reader` is another device that computes on frames in host memory.
+    Raises UnsupportedModel if fields are not aligned."""
 
     def __init__(
         self,
@@ -37,7 +37,6 @@ class Pool:
         *,
         device: torch.device | str = "cpu",
         touched: bool = True,
-        shrinks: bool = False,
         rows: Tensor | None = None,
         backing: Backing | None = None,
         reader: torch.device | None = None,
@@ -46,7 +45,7 @@ class Pool:
         size = layout.bytes_per_frame
         if rows is None:
             num_bytes = (num_frames + 1) * size
-            backing = backing_of(num_bytes, torch.device(device), touched=touched, shrinks=shrinks)
+            backing = backing_of(num_bytes, torch.device(device), touched=touched)
             rows = backing.tensor.view(num_frames + 1, size)
         self.backing = backing or Backing(rows)
         assert rows.shape[1] == layout.bytes_per_frame, "frames of another layout"

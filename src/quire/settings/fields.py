@@ -152,7 +152,7 @@ class PoolFields(ArenaFields, HiSparseFields, BatchFields):
     kv_memory: Bytes | None = setting(
         None,
         "Bytes of the KV pools: 2GiB, 512MiB. From the least to the most, 8GiB..24GiB, they can change while a server "
-        "on a CPU runs; it starts with the most.",
+        "runs, on a GPU with --elastic-gpu; it starts with the most.",
         otherwise="on a CPU a quarter of the free memory, at most 4GiB; on a GPU 80 % of what is free after loading; "
         "never more than all requests can use; in a plan what the --gpu leaves",
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from quire.kernels.batch import Builds, PagedBatch, derive
 from quire.kernels.moves import Pieces
 from quire.kernels.state import StateBatch
 from quire.loop import ForwardPart, Launched
-from quire.memory.backing import backing_of
+from quire.memory.backing import Backing, backing_of
 from quire.memory.pool import Pool
 from quire.models.forward import RunningForward, slots_of
 from quire.models.hf import LoadedModel
@@ -37,11 +38,13 @@ from quire.plan.host import check_cpu_pools
 from quire.scheduler.step import Step
 from quire.sparse.coordinator import hot_buffers_of
 from quire.spec.ids import Ids
+from quire.spec.layout import PageLayout
 from quire.spec.pages import pages_for
 from quire.tiers.transfer import Transfer
 from quire.upload import Upload, to_device
 
 _NO_POOLS: Mapping[int, Pool] = {}
+_UNTOUCHED = partial(backing_of, touched=False)
 
 
 @dataclass(slots=True, eq=False)
@@ -73,21 +76,28 @@ class LaunchedForward(Launched):
 
 
 def build_pools(
-    plan: MemoryPlan, device: torch.device, built: Mapping[int, Pool] = _NO_POOLS, *, shrinks: bool = False
+    plan: MemoryPlan,
+    device: torch.device,
+    built: Mapping[int, Pool] = _NO_POOLS,
+    *,
+    backs: Callable[[int, torch.device], Backing] = _UNTOUCHED,
 ) -> tuple[Pool, ...]:
-    """Allocate the device's memory: a pool for each group, not touched yet, but for groups whose pools are `built`.
-    Their memory can be given back if it `shrinks`, and the device is a CPU. Raises PlanError if there is too little,
-    and HostMemoryError if the host lacks the memory for pools on a CPU, which would show only later."""
+    """Allocate the device's memory: a pool for each group, but for groups whose pools are `built`. `backs` has the
+    memory of so many bytes, by default not touched yet. Raises PlanError if there is too little, and HostMemoryError if
+    the host lacks the memory for pools on a CPU, which would show only later."""
     if device.type == "cpu":
         check_cpu_pools(plan.pool_bytes + plan.feature_bytes, host_memory())
     if (arena := plan.arena) is None:
-        pools = tuple(
-            built.get(index) or Pool(group.layout, plan.frames_of(index), device=device, touched=False, shrinks=shrinks)
-            for index, group in enumerate(plan.groups)
-        )
+
+        def made(index: int, layout: PageLayout) -> Pool:
+            count, size = plan.frames_of(index) + 1, layout.bytes_per_frame
+            own = backs(count * size, device)
+            return Pool(layout, rows=own.tensor.view(count, size), backing=own)
+
+        pools = tuple(built.get(index) or made(index, group.layout) for index, group in enumerate(plan.groups))
         assert sum(pool.num_bytes for pool in pools) == plan.pool_bytes, "pools of other sizes than planned"
         return pools
-    shared = backing_of(arena.budget, device, touched=False, shrinks=shrinks)
+    shared = backs(arena.budget, device)
     rows = (
         shared.tensor.as_strided((plan.frames_of(index) + 1, stride), (stride, 1), arena.origin(index))
         for index, stride in enumerate(arena.strides)
