@@ -19,7 +19,15 @@ static int is_wrong(const CUmemAllocationProp *p) {
            p->location.id != DEVICE || p->requestedHandleTypes || p->win32HandleMetaData || p->allocFlags.usage;
 }
 
+static int is_there;
+
+CUresult cuInit(unsigned int flags) {
+    is_there = 1;
+    return flags ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+
 CUresult cuMemGetAllocationGranularity(size_t *unit, const CUmemAllocationProp *p, CUmemAllocationGranularity_flags o) {
+    if (!is_there) return CUDA_ERROR_NOT_INITIALIZED;
     *unit = UNIT;
     return is_wrong(p) || o != CU_MEM_ALLOC_GRANULARITY_MINIMUM ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }

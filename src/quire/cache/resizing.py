@@ -32,8 +32,8 @@ class Resizing:
         self._parts = parts
         self._growth = growth
         self._rooms = tuple(room for room in parts.rooms if not room.outer.frames.are_page_ids)
-        self.provide: Callable[[int, int], None] = lambda group, gone: None
-        """Called with a group before its frames may lie anywhere but in the last `gone` bytes of its memory."""
+        self.provide: Callable[[Mapping[int, int]], None] = lambda gone: None
+        """Called before frames may lie anywhere but in the last `gone[group]` bytes of the memory of each group."""
         self.plan = parts.plan
         self.is_released = False
 
@@ -96,11 +96,12 @@ class Resizing:
         have = -(-self._parts.rows.num_allocated[rows] // self._parts.plan.page_size)
         reached = np.maximum(have, np.array(ends, dtype=np.int64))
         before = {room: room.limit for room in self._rooms}
-        for room, units in zip(self._parts.rooms, promised, strict=True):
-            if room in before:
-                room.asked = max(self._goal(room), room.limit_for(units))
-                self.provide(room.outer.index, self._beyond(room, room.asked))
-                room.resize(room.asked)
+        sized = zip(self._parts.rooms, promised, strict=True)
+        asked = {room: max(self._goal(room), room.limit_for(units)) for room, units in sized if room in before}
+        self.provide({room.outer.index: self._beyond(room, limit) for room, limit in asked.items()})
+        for room, limit in asked.items():
+            room.asked = limit
+            room.resize(limit)
         smaller = {room for room, limit in before.items() if room.limit < limit}
         reserved = [int(group.remaining(rows, have, reached).sum()) * (group.room in smaller) for group in groups]
         done = self._evict(before, reserved)

@@ -421,6 +421,15 @@ class EngineConfig(RoleFields, StorageFields, CacheFields, StepFields, RankField
         return self
 
     @model_validator(mode="after")
+    def _pressure_is_of_the_host(self) -> EngineConfig:
+        if self.kv_pressure and self.elastic_gpu:
+            raise RefusedCombination(
+                "--kv-pressure follows the memory of the host, and with --elastic-gpu KV memory is a GPU's.",
+                fix="leave one of them out.",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _drafts_follow_tokens(self) -> EngineConfig:
         if self.overlap and not self.may_overlap:
             raise RefusedCombination(

@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -90,11 +91,12 @@ class ElasticMemory(ResizingPart):
     def _have(self, plan: MemoryPlan, *, released: bool, preempts: bool, wait_s: float) -> Later[MemoryReport]:
         resizing, counted = self._resizing, self._cache.counters
         evicted, moved = resizing.num_evicted, counted.moved_frames
-        plan_before, was_released = resizing.plan, resizing.is_released
+        plan_before, was_released, preempted = resizing.plan, resizing.is_released, self._preempts
         try:
             self.aim(plan, released=released, preempts=preempts)
-        except PlanError:  # a GPU has no memory left
-            self.aim(plan_before, released=was_released)
+        except PlanError:  # a GPU has no memory left, and no room has changed
+            resizing.aim(plan_before, released=was_released)
+            self._preempts = preempted
             raise
         self._num_resizes += 1
 
@@ -163,11 +165,15 @@ class ElasticMemory(ResizingPart):
         if self._num_bytes > before:
             threading.Thread(target=self._engine.populate, name="quire-populate", daemon=True).start()
 
-    def _provide(self, group: int, gone: int) -> None:
-        """Have memory for frames before they are handed out: a GPU may have none left."""
-        backing = self._engine.pools[group].backing
-        if backing.can_shrink and (num_bytes := len(backing.tensor) - gone) > backing.num_bytes:
-            backing.resize(num_bytes)
+    def _provide(self, gone: Mapping[int, int]) -> None:
+        """Have memory for frames of all groups before they are handed out, or of none: a GPU may have none left."""
+        with ExitStack() as undo:
+            for group, without in gone.items():
+                backing = self._engine.pools[group].backing
+                if backing.can_shrink and (num_bytes := len(backing.tensor) - without) > backing.num_bytes:
+                    undo.callback(backing.resize, backing.num_bytes)
+                    backing.resize(num_bytes)
+            undo.pop_all()
 
     def _holders(self) -> list[MemoryHolder]:
         cache, rows, plan = self._cache, self._cache.rows, self._cache.plan

@@ -1,8 +1,8 @@
 """Memory of a GPU that is mapped piece by piece, so that its end can be given back: CUDA's virtual memory.
 
 Addresses for all of it are reserved once, and the first ones have memory behind them. So kernels, graphs and tensors
-keep their addresses. Mappings change only while the GPU computes nothing. It is off by default (`--elastic-gpu`): tests
-run it on a stand-in of the driver in host memory, and no GPU has run it.
+keep their addresses. Mappings change only when what the GPU computes has ended. It is off by default (`--elastic-gpu`):
+tests run it on a stand-in of the driver in host memory, and no GPU has run it.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class CudaDriver:
 
     def __init__(self, device: int, library: str = "libcuda.so.1") -> None:
         self._library = ctypes.CDLL(library)
+        self._call("cuInit", 0)
         where = _Location(_DEVICE, device)
         self._properties = _Properties(type=_PINNED, location=where)
         self._access = _Access(where, _READ_WRITE)
@@ -106,10 +107,11 @@ class CudaDriver:
 
 class CudaMapping:
     """Addresses for `num_bytes` bytes, and the memory behind the first of them. A tensor at the address keeps it: what
-    is mapped is given back with the last one."""
+    is mapped is given back with the last one. `settle` waits until the device computes nothing."""
 
-    def __init__(self, driver: CudaDriver, num_bytes: int) -> None:
+    def __init__(self, driver: CudaDriver, num_bytes: int, settle: Callable[[], None]) -> None:
         self.num_bytes = num_bytes
+        self.settle = settle
         self._driver = driver
         self._handles: list[int] = []
         self._size = -(-num_bytes // driver.unit) * driver.unit
@@ -122,6 +124,7 @@ class CudaMapping:
     def resize(self, num_bytes: int) -> None:
         """Have memory for the first `num_bytes`, and less than a piece more. Raises what the driver raises, with what
         there was."""
+        self.settle()
         before, wanted = len(self._handles), -(-num_bytes // self._driver.unit)
         try:
             while len(self._handles) < wanted:
@@ -132,19 +135,20 @@ class CudaMapping:
         self._unmap(wanted)
 
     def _unmap(self, count: int) -> None:
-        while len(self._handles) > count:
-            handle = self._handles.pop()
-            self._driver.unmap(self.address + len(self._handles) * self._driver.unit, handle)
+        while (last := len(self._handles) - 1) >= count:
+            self._driver.unmap(self.address + last * self._driver.unit, self._handles[last])
+            del self._handles[last]
 
     def __del__(self) -> None:
         if hasattr(self, "address"):
+            self.settle()
             self._unmap(0)
             self._driver.free(self.address, self._size)
 
 
 class CudaBacking(Backing):
-    """A `Backing` of a GPU that can shrink, with zeros. `view` makes the tensor of a mapping, `settle` waits until the
-    device computes nothing. Raises what `CudaDriver` raises."""
+    """A `Backing` of a GPU that can shrink, with zeros. `view` makes the tensor of a mapping. Raises what `CudaDriver`
+    raises."""
 
     can_shrink = True
     why_fixed = ""
@@ -156,18 +160,23 @@ class CudaBacking(Backing):
         view: Callable[[CudaMapping], Tensor],
         settle: Callable[[], None],
     ) -> None:
-        self._mapping = CudaMapping(driver, num_bytes)
+        self._mapping = CudaMapping(driver, num_bytes, settle)
         self._mapping.resize(num_bytes)
-        self._settle = settle
         super().__init__(view(self._mapping))
-        self.tensor.zero_()
+        assert self.tensor.data_ptr() == self._mapping.address, "a copy"
+        self._clear(0)
 
     def resize(self, num_bytes: int) -> None:
         before = self.num_bytes
-        self._settle()
         self._mapping.resize(num_bytes)
         self.num_bytes = num_bytes
-        self.tensor[before:num_bytes].zero_()
+        self._clear(before)
+
+    def _clear(self, start: int) -> None:
+        """Zeros from there on, before copies of other streams may write there."""
+        if start < self.num_bytes:
+            self.tensor[start : self.num_bytes].zero_()
+            self._mapping.settle()
 
 
 def cuda_backing(num_bytes: int, device: torch.device) -> CudaBacking:
