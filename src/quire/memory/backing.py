@@ -3,7 +3,7 @@
     Backing         all of it, for as long as the tensor lives: memory of a GPU, and small or foreign memory of the host
     MappedBacking   the first bytes, as many as were asked for: address space of the host, whose end can be given back
 
-That of a GPU whose end can be given back is `CudaBacking` (`quire.engine.device.cuda_memory`).
+`CudaBacking` (`quire.engine.device.cuda_memory`) is memory of a GPU whose end can be given back.
 """
 
 from __future__ import annotations
