@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from quire.errors import ModelLoadError
+from quire.plan.source import model_folder, read_model_config
 from quire.spec.catalogue import CATALOGUE
 from tests.cli.conftest import Run
 
@@ -204,6 +207,17 @@ def test_a_file_a_folder_and_a_name_are_the_same_model(run: Run, tmp_path: Path)
     )
     for key in KEYS:
         assert named[key] == file[key] == folder[key] == hub[key], key
+
+
+@pytest.mark.parametrize("read", [read_model_config, model_folder])
+def test_a_wrong_name_in_a_models_folder_is_asked_of_no_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[str], object]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine").mkdir()
+    Path("mine/config.json").write_text(json.dumps(TINY))
+    with pytest.raises(ModelLoadError, match=r"there is no .*'mine/confg'"):
+        read("mine/confg")
 
 
 def test_a_folder_may_be_named_like_markup(run: Run, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def read_model_config(name: str, revision: str | None = None) -> tuple[Mapping[s
             raise ModelLoadError(f"the folder '{name}' has no config.json.", fix="pass a folder that has one.")
     if path.is_file():
         return _with_quantisation(path), str(path)
-    if name.startswith((".", "/", "~")) or name.endswith(".json") or not name.strip():
+    if _names_a_path(name) or name.endswith(".json"):
         raise ModelLoadError(f"there is no file or folder '{name}'.", fix="pass a config.json, or its folder.")
     if name.count("/") != 1:
         close = close_names(name)
@@ -61,7 +61,7 @@ def model_folder(name: str) -> Path | None:
             f"'{name}' is a file; a model is a folder with config.json and *.safetensors files.",
             fix=f"pass the folder, '{path.parent}'.",
         )
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name.strip():
+    if _names_a_path(name) or name.count("/") > 1:
         raise ModelLoadError(
             f"there is no folder '{name}'.", fix="check the path; a hub name has the form 'owner/model'."
         )
@@ -75,6 +75,14 @@ def check_tokenizer(folder: Path) -> None:
             f"the folder '{folder}' has no tokenizer.",
             fix="name one with --tokenizer, or send token ids to a server with --skip-tokenizer-init.",
         )
+
+
+def _names_a_path(name: str) -> bool:
+    """Whether this can be no hub id. A folder that has a config.json is no owner of models."""
+    folder, slash, _ = name.rpartition("/")
+    return (
+        name.startswith((".", "/", "~")) or not name.strip() or bool(slash and (Path(folder) / "config.json").is_file())
+    )
 
 
 def _with_quantisation(path: Path) -> Mapping[str, Any]:
