@@ -17,13 +17,15 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from bench.harness import machine, new_parser, save
 
-from quire.memory.frame_copies import FrameCopies
+from quire.kernels.native.copies import native_copy_rows
+from quire.memory.frame_copies import CpuFrames, FrameCopies
 from quire.memory.host_pool import HostPool
 from quire.memory.pool import Pool
 from quire.plan.budget import format_bytes
@@ -82,7 +84,7 @@ def measure_copies(page_bytes: int, *, total: int, repeats: int) -> dict[str, An
     rng = np.random.default_rng(SEED)
     pool.rows.numpy()[:] = rng.integers(0, 256, page_bytes, dtype=np.uint8)
     with closing(HostPool([GroupSpec(name="full", layout=layout)], [count])) as host:
-        copies = FrameCopies([pool], host)
+        copies = FrameCopies([pool], host, partial(CpuFrames, copy=native_copy_rows()))
         frames = np.arange(1, count + 1, dtype=np.int32)
         scattered = rng.permutation(frames)
         keys = [bytes([index % 256]) * 32 for index in range(count)]

@@ -11,10 +11,10 @@ from quire.cache import KVCache
 from quire.cache.admission import Claim
 from quire.cache.groups import resume_point
 from quire.cache.kv_cache import NAMESPACE
-from quire.cache.room import SPARED
 from quire.errors import OutOfPages
 from quire.prefix.node import pages_to
 from quire.settings.tenants import tenants_of
+from quire.spec.arena import SPARED
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
 from quire.testing import ContentOracle

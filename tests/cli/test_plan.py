@@ -10,9 +10,15 @@ from typing import Any
 
 import pytest
 
-from quire.errors import ModelLoadError
+from quire.cache import KVCache
+from quire.errors import ModelLoadError, RequestTooLarge
+from quire.plan.planner import make_plan
+from quire.plan.settings import PlanSettings
 from quire.plan.source import model_folder, read_model_config
+from quire.settings.tenants import read_tenants
 from quire.spec.catalogue import CATALOGUE
+from quire.spec.events import Namespace
+from quire.spec.model import ModelSpec
 from tests.cli.conftest import Run
 
 GIB = 2**30
@@ -207,6 +213,50 @@ def test_a_file_a_folder_and_a_name_are_the_same_model(run: Run, tmp_path: Path)
     )
     for key in KEYS:
         assert named[key] == file[key] == folder[key] == hub[key], key
+
+
+@pytest.mark.parametrize(("name", "memory"), [("gemma-3-27b", "12GiB"), ("qwen3-next-80b-a3b", "7GiB")])
+def test_a_plan_with_an_arena_answers_for_the_arena(run: Run, name: str, memory: str) -> None:
+    """No split of these pools has room for the context, and the arena does."""
+    split = data(run, name, "--kv-memory", memory, exit_code=2)
+    assert any(each.startswith("arena on (fits 1 of") for each in split["to_fit"])
+    found = data(run, name, "--kv-memory", memory, "--arena")
+    assert found["arena"]["is_planned"] and not split["arena"]["is_planned"]
+    assert found["requests_at_context"] == 1 and found["max_total_num_tokens"] > split["max_total_num_tokens"]
+    for each in (split, found):
+        assert sum(line["bytes"] for line in each["ledger"] if line["where"] == "device") == each["kv_bytes"]
+    assert [line["name"] for line in found["ledger"]][:2] == ["arena", "padding"]
+    assert all(pool["bytes"] <= found["arena"]["bytes"] for pool in found["pools"])
+    shown = run("plan", name, "--kv-memory", memory, "--arena", env=WIDE).stdout
+    assert "in one arena" in shown and "pools are split for" not in shown
+
+
+def test_an_arena_without_effect_is_told(run: Run) -> None:
+    found = data(run, "llama-3.1-8b", "--kv-memory", "20GiB", "--arena")
+    assert found["arena"] is None and any(note.startswith("--arena has no effect") for note in found["notes"])
+
+
+@pytest.mark.parametrize("arena", [(), ("--arena",)], ids=["pools", "arena"])
+def test_tenants_have_what_a_server_gives_them(run: Run, tmp_path: Path, arena: tuple[str, ...]) -> None:
+    """Windows count beside pages, so a share of the memory is not the same share of the tokens."""
+    path = tmp_path / "tenants.json"
+    path.write_text(json.dumps({"small": {"ceiling": "5%"}, "large": {"floor": "80%"}}))
+    found = data(run, "gemma-3-27b", "--kv-memory", "20GiB", "--tenants", path, *arena)
+    largest = {each["name"]: each["largest_request"] for each in found["tenants"]}
+    settings = PlanSettings(kv_memory=20 * GIB, arena=bool(arena))
+    plan = make_plan(ModelSpec.from_config(CATALOGUE["gemma-3-27b"].config), settings)
+    admission = KVCache(plan.memory, tenants=read_tenants(path)).admission
+    for name, tokens in largest.items():
+        namespace = Namespace(salt=f"{name}/")
+        admission.check(namespace, tokens - 1, 1)
+        if tokens < found["largest_request"]:
+            with pytest.raises(RequestTooLarge):
+                admission.check(namespace, tokens + found["page_size"], 1)
+    assert largest["small"] < 0.06 * found["max_total_num_tokens"] < largest["large"]
+    path.write_text('{"none": {"ceiling": "1KiB"}}')
+    assert (
+        "ceiling of 1024" in error(run, "gemma-3-27b", "--kv-memory", "20GiB", "--tenants", path, *arena)[1]["message"]
+    )
 
 
 @pytest.mark.parametrize("read", [read_model_config, model_folder])

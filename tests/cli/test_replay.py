@@ -102,8 +102,8 @@ def test_smaller_pools_are_told(run: Run) -> None:
         (("--resizes", "5s:1/2", "--replicas", 2), "not yet with several engines"),
         (("--resizes", "5s:1/2", "--prefill", 1), "not yet with several engines"),
         (("--resizes", "5s:1/2", "-m", "deepseek-v3.2", "--hisparse", "{}"), "hot buffers have one size"),
-        (("--resizes", "5s:1/999999"), "is less than a page"),
-        (("--resizes", "5s:1/999999", "-m", "gemma-3-27b"), "is less than a page"),
+        (("--resizes", "5s:1/999999"), "holds no page of each group"),
+        (("--resizes", "5s:1/999999", "-m", "gemma-3-27b"), "holds no page of each group"),
     ],
 )
 def test_sizes_that_cannot_be_replayed_are_refused(run: Run, given: tuple[object, ...], why: str) -> None:

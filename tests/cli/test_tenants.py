@@ -30,7 +30,7 @@ def test_a_plan_tells_what_tenants_get(run: Run, tmp_path: Path) -> None:
     assert found["noisy"]["largest_request"] == pytest.approx(tokens / 2, rel=0.01)
     assert found["default"]["largest_request"] == pytest.approx(tokens * 3 / 4, rel=0.01)
     shown = run(*asked, env={"COLUMNS": "200"}).stdout
-    assert "Tenant quiet" in shown and "floor 1.00 GiB" in shown and "weight 2" in shown
+    assert "Tenant quiet" in shown and "floor 1023.50 MiB" in shown and "weight 2" in shown
 
 
 def test_a_replay_tells_what_became_of_tenants(run: Run, tmp_path: Path) -> None:

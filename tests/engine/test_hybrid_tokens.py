@@ -10,13 +10,15 @@ import pytest
 
 from quire.models.hf import LoadedModel
 from quire.models.registry import REFUSED
+from quire.plan.plan import may_share
 from quire.scheduler.chunk_budget import LEAST_TOKENS
 from quire.scheduler.sampling_params import SamplingParams
+from quire.spec.model import ModelSpec
 from quire.spec.pages import pages_for
 from tests.changes import CORE, MODELS, in_turns, slow_unless_changed
 from tests.covering import covering, few
 from tests.engine.running import core_for, generated, run, shared_prompts, tight_core
-from tests.tiny_hybrids import HYBRIDS, build_hybrid
+from tests.tiny_hybrids import HYBRIDS, build_hybrid, published
 from tests.tiny_latents import SPARSE, build_latent
 from tests.tiny_models import VOCAB_SIZE
 
@@ -29,6 +31,7 @@ SERVED = sorted(
     | set(SPARSE)
 )
 """Without DeepSeek-V4, whose pages are larger than these prompts: see tests/models/test_compressed.py."""
+PAGES_OF_ARENAS = (4, 1, 16, 64)
 GRID = ((1, 23, False), (16, 32, False), (16, 50, True), (64, 2048, False))
 
 Case = tuple[LoadedModel, list[list[int]]]
@@ -113,6 +116,50 @@ def test_starved(name: str) -> None:
     """Pools for little more than one request, one window and four states: all is dropped, evicted, skipped or preempted
     again and again, and nothing is different."""
     check_starved(*case_of(name), page_size=4, window_tokens=28)
+
+
+SHARING = [
+    name
+    for name in SERVED
+    if name not in SPARSE and may_share(ModelSpec.from_config(published(name)).groups(PAGES_OF_ARENAS[0]))
+]
+"""Models of two groups that may have an arena."""
+
+
+@pytest.mark.parametrize("name", in_turns(("gemma3_text", "llama4_text", "qwen3_next", "falcon_h1"), 2, *MODELS, *CORE))
+def test_starved_in_an_arena(name: str) -> None:
+    assert check_starved_in_an_arena(name, PAGES_OF_ARENAS[0]) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", PAGES_OF_ARENAS)
+@pytest.mark.parametrize("name", SHARING)
+def test_starved_in_an_arena_everywhere(name: str, page_size: int) -> None:
+    check_starved_in_an_arena(name, page_size)
+
+
+def check_starved_in_an_arena(name: str, page_size: int) -> int:
+    """The bytes of little more than one request, which both groups share. Returns how many frames moved."""
+    model, expected = case_of(name)
+    window = max(group.reach.tokens for group in model.spec.groups(page_size))
+    core = tight_core(
+        model,
+        num_tokens=(pages_for(LONGEST - 1, page_size) + 8) * page_size,
+        window_tokens=window + 4 * page_size,
+        page_size=page_size,
+        max_num_batched_tokens=17,
+        max_running_requests=3,
+        arena=True,
+        canary="all",
+    )
+    assert core.plan.arena is not None
+    for turn in range(2):
+        assert run(core, PROMPTS, GREEDY, f"turn{turn}") == expected
+    core.audit()
+    found = core.statistics()
+    assert found["hit_tokens"] > 0 and not found["canary"]["found_pages"]
+    assert all(owners["private"] == 0 for owners in found["frames"].values())
+    return core.cache.statistics().moved_frames
 
 
 def check_starved(model: LoadedModel, expected: list[list[int]], *, page_size: int, window_tokens: int) -> None:

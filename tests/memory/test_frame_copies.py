@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from quire.memory.frame_copies import FrameCopies
+from quire.kernels.native.copies import native_copy_rows
+from quire.memory.frame_copies import CpuFrames, FrameCopies, Frames, copy_runs
 from quire.memory.host_pool import HostPool
 from quire.memory.pool import Pool
 from quire.memory.record import HEADER_BYTES, check_record
@@ -38,7 +40,14 @@ def both(layout: PageLayout) -> Iterator[tuple[Pool, Pool, HostPool]]:
 
 
 def check_round_trip(name: str, layout: PageLayout, order: tuple[list[int], list[int]], seed: int) -> None:
-    """Out, sealed, checked and back, into other frames than they came from."""
+    """Out, sealed, checked and back, into other frames than they came from, without the library and by it."""
+    for frames in (CpuFrames, partial(CpuFrames, copy=native_copy_rows())):
+        check_round_trip_by(frames, name, layout, order, seed)
+
+
+def check_round_trip_by(
+    frames: Frames, name: str, layout: PageLayout, order: tuple[list[int], list[int]], seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     device, records = order
     back = [int(frame) + 1 for frame in rng.permutation(FRAMES)[: len(device)]]
@@ -46,7 +55,7 @@ def check_round_trip(name: str, layout: PageLayout, order: tuple[list[int], list
         fill(first, rng)
         source = pieces_of(first)
         before = host.rows(0).copy()
-        out, into = FrameCopies([first], host), FrameCopies([second], host)
+        out, into = (FrameCopies([pool], host, frames) for pool in (first, second))
         assert out.bytes_of(0) == 64 + layout.bytes_per_frame
         out.to_host(0, ids(device), ids(records))
         for frame, row in zip(device, records, strict=True):
@@ -127,6 +136,26 @@ def test_layouts_of_odd_sizes_and_frames_in_any_order(
     layout: PageLayout, order: tuple[list[int], list[int]], seed: int
 ) -> None:
     check_round_trip("odd", layout, order, seed)
+
+
+@pytest.mark.parametrize("width", [2**16, 2**16 + 40, 2**16 - 24])
+@pytest.mark.parametrize("offset", [0, 8])
+def test_large_copies_are_those_of_runs(width: int, offset: int) -> None:
+    """Beyond some megabytes the library writes past the cache, where rows begin with a line of it."""
+    if (copy := native_copy_rows()) is None:
+        pytest.skip("no compiled library")
+    rng, count = np.random.default_rng(width + offset), 90
+    stride = -(-(width + offset) // 64) * 64
+    memory = rng.integers(256, size=(3, count * stride + 64), dtype=np.uint8)
+    source, target, expected = (
+        each[-each.ctypes.data % 64 :][: count * stride].reshape(count, stride) for each in memory
+    )
+    expected[:] = target
+    sources, targets = (ids(rng.permutation(count)[:70].tolist()) for _ in range(2))
+    within = np.s_[:, offset : offset + width]
+    copy(source[within], target[within], sources, targets)
+    copy_runs(source[within], expected[within], sources, targets)
+    assert 70 * width > 4 << 20 and np.array_equal(target, expected)
 
 
 def test_groups_have_records_of_their_own() -> None:

@@ -26,6 +26,17 @@ def floors_do_not_hold(patch: Patch) -> None:
     patch.setattr(Tenants, "may_lose", lambda tenants, node: node.num_pages)
 
 
+@mutant("tenants", "a floor is a page short")
+def floors_are_a_page_short(patch: Patch) -> None:
+    real = Tenants.limits
+
+    def limits(tenants: Tenants, *, now: bool = True) -> tuple[Any, Any]:
+        floors, ceilings = real(tenants, now=now)
+        return np.maximum(0, floors - 1), ceilings
+
+    patch.setattr(Tenants, "limits", limits)
+
+
 @mutant("tenants", "of a leaf that lies on both sides of a floor all pages go")
 def whole_leaves_go(patch: Patch) -> None:
     patch.setattr(TenantPolicies, "most", lambda policies, node: node.num_pages)

@@ -179,6 +179,9 @@ def test_terms_change_while_requests_run() -> None:
     server.tenants.change("quiet", {"floor": "40%"})
     with pytest.raises(InvalidInput, match=r"the floors need 110.0% of the KV memory.*'noisy' 70.0%, 'quiet' 40.0%"):
         server.tenants.change("noisy", {"floor": "70%"})
+    for ceiling in ("0%", "2%"):  # of 40 pages
+        with pytest.raises(InvalidInput, match=f"tenant 'noisy' has a ceiling of {ceiling}, and a page takes"):
+            server.tenants.change("noisy", {"ceiling": ceiling})
     with pytest.raises(InvalidInput, match="there is no tenant 'other'"):
         server.tenants.change("other", {"floor": "1%"})
     assert [str(each.floor) for each in server.tenants.terms] == ["0%", "0%", "40%"]

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from quire.cache import KVCache
+from quire.plan.budget import MemoryPlan
 from quire.settings.tenants import tenants_of
 from quire.sim.replay import Replay, ReplaySettings
 from quire.sim.result import ReplayResult
 from quire.sim.trace import open_trace
 from quire.sim.trace_request import Trace, TraceRequest
+from quire.spec.arena import ArenaLayout
 from quire.spec.group import ReachSpec
+from quire.spec.layout import DType, Field, PageLayout
 from quire.testing import small_plan
 from tests.changes import CORE, slow_unless_changed
 from tests.sim.replays import COST
@@ -21,12 +27,29 @@ KINDS = {
 }
 
 
-def run(kind: str, requests: list[TraceRequest], tenants: dict[str, object] | None) -> ReplayResult:
-    """A replay in 40,000 tokens, with every read checked."""
-    reaches, frames = KINDS[kind]
+def plan_of(kind: str) -> MemoryPlan:
+    """40,000 tokens; in an arena, of about 10 GB."""
+    reaches, frames = KINDS[kind.removeprefix("arena of ")]
     plan = small_plan(
         2500, 16, context=32_768, max_requests=64, groups=tuple(KINDS)[: len(reaches)], reaches=reaches, frames=frames
     )
+    if not kind.startswith("arena"):
+        return plan
+    groups = [
+        replace(
+            group,
+            layout=PageLayout(16, (Field(name="k", shape=(width,), dtype=DType.UINT8, layers=(0,)),)),
+        )
+        for group, width in zip(plan.groups, (2**17, 2**18), strict=True)
+    ]
+    strides = groups[0].layout.bytes_per_frame, groups[1].layout.bytes_per_frame
+    arena = ArenaLayout(sum((n + 1) * stride for n, stride in zip(frames, strides, strict=True)), strides)
+    return replace(plan, groups=tuple(groups), frames=(), arena=arena, num_pages=arena.most(0, 40))
+
+
+def run(kind: str, requests: list[TraceRequest], tenants: dict[str, object] | None) -> ReplayResult:
+    """A replay with every read checked."""
+    plan = plan_of(kind)
     terms = tenants_of(tenants) if tenants is not None else ()
     return Replay(plan, COST, ReplaySettings(tenants=terms, check="all")).run(requests)
 
@@ -47,6 +70,7 @@ def of_quiet(trace: Trace) -> list[TraceRequest]:
         pytest.param("full", 1, marks=pytest.mark.slow),
         pytest.param("window", 2, marks=pytest.mark.slow),
         pytest.param("state", 3, marks=pytest.mark.slow),
+        ("arena of window", 4),
     ],
 )
 def test_a_quiet_tenant_hits_within_its_floor_as_if_it_were_alone(kind: str, seed: int) -> None:
@@ -59,6 +83,14 @@ def test_a_quiet_tenant_hits_within_its_floor_as_if_it_were_alone(kind: str, see
     assert beside.tenants is not None
     assert beside.tenants["quiet"]["lost_pages"] == 0 < beside.tenants["noisy"]["lost_pages"]
     assert beside.tenants["quiet"]["hit_tokens"] == sum(alone.values())
+
+
+@pytest.mark.parametrize("floor", [0.1, 0.4, 0.8])
+def test_a_floor_of_gigabytes_is_all_that_was_promised(floor: float) -> None:
+    terms = tenants_of({"quiet": {"floor": f"{floor:.0%}"}, "noisy": {}})
+    tenants = KVCache(plan := plan_of("arena of window"), tenants=terms).parts.tenants
+    assert tenants is not None and plan.arena is not None
+    assert tenants.limits()[0][0].tolist() == [0, int(plan.arena.room * floor), 0]
 
 
 def test_loads_of_tenants() -> None:

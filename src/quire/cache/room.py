@@ -24,10 +24,9 @@ from quire.memory.allocator import Arena, GroupFrames, Move
 from quire.memory.allocator.id_pool import IdPool
 from quire.plan.budget import MemoryPlan
 from quire.prefix.reach import Reach
+from quire.spec.arena import SPARED
 from quire.spec.ids import Ids
 
-SPARED = 4
-"""One part of an arena in so many is spared: docs/decisions/088-one-arena-from-two-ends.md."""
 Frames = Sequence[int] | Mapping[int, int]
 """A number of frames for each group of a cache, by its index."""
 

@@ -135,7 +135,8 @@ class Tenants(TenantShares):
 
     def check(self, terms: Sequence[TenantTerms], plan: MemoryPlan | None = None) -> None:
         """Raise InvalidInput unless the cache can keep these terms, now or with another plan."""
-        check_tenants(terms, (plan or self._plan).room_bytes)
+        least = self._need(1) / np.maximum(1, self._totals(now=False, plan=plan))
+        check_tenants(terms, (plan or self._plan).room_bytes, float(least.max()))
 
     def change(
         self,
@@ -184,7 +185,8 @@ class Tenants(TenantShares):
             ceilings = [_ENDLESS if each.ceiling is None else each.ceiling.of(total_bytes) for each in self.terms]
             found = [(totals[:, None] * np.array(part)).astype(np.int64) for part in (floors, ceilings)]
             promised = np.maximum(1, found[0].sum(axis=1))
-            fitting = found[0] * np.clip(have[1], 0, promised)[:, None] // promised[:, None]
+            exact = found[0].astype(object)  # bytes times bytes are more than 64 bits hold
+            fitting = (exact * np.clip(have[1], 0, promised)[:, None] // promised[:, None]).astype(np.int64)
             kept = self._limits[now] = have, fitting, found[1]
         return kept[1:]
 
@@ -207,14 +209,18 @@ class Tenants(TenantShares):
         low, high = 0, self._plan.num_pages
         while low < high:
             middle = (low + high + 1) // 2
-            needs = np.array([g.needs(middle, 0) + g.reach.in_place for g in self._groups] + [middle])
-            low, high = (middle, high) if (self._strides @ needs <= most).all() else (low, middle - 1)
+            low, high = (middle, high) if (self._need(middle) <= most).all() else (low, middle - 1)
         return low
+
+    def _need(self, num_pages: int) -> Lengths:
+        """Units of a request of so many pages, by account."""
+        frames = [group.needs(num_pages, 0) + group.reach.in_place for group in self._groups]
+        return np.array(self._strides @ np.array([*frames, num_pages]))
 
     # -- what is held
 
-    def _totals(self, *, now: bool = True) -> Lengths:
-        return np.array([each.total(self._plan, now=now) for each in self._accounts])
+    def _totals(self, *, now: bool = True, plan: MemoryPlan | None = None) -> Lengths:
+        return np.array([each.total(plan or self._plan, now=now) for each in self._accounts])
 
     def resized(self, plan: MemoryPlan) -> None:
         """The size becomes that of this plan."""
@@ -226,7 +232,7 @@ class Tenants(TenantShares):
         others = [each for at, each in enumerate(self.terms) if at != tenant]
         ceiling, shares = self.terms[tenant].ceiling, sum(each.floor.share for each in others if not each.floor.bytes)
         sizes = floors @ np.array([at != tenant and each.floor.bytes > 0 for at, each in enumerate(self.terms)])
-        needs = self._strides @ np.array([*(g.needs(num_pages, 0) + g.reach.in_place for g in self._groups), num_pages])
+        needs = self._need(num_pages)
         part = 1.0 if ceiling is None or ceiling.bytes else max(ceiling.share, 1e-9)
         least = np.ceil(np.maximum(needs / part, (needs + sizes) / max(1 - shares, 1e-9)))
         rooms = zip([each.room for each in self._accounts], least.tolist(), strict=True)

@@ -16,6 +16,8 @@ from quire.settings.fields import LinkFields
 from quire.settings.setting import parse_tokens, setting
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from quire.cli.planned_model import PlannedModel
     from quire.plan.plan import Plan
     from quire.plan.settings import PlanSettings
@@ -103,15 +105,14 @@ def plan(request: PlanRequest, roles: PlanRoles, output: PlanOutput) -> Report:
 def _one(subject: PlannedModel, settings: PlanSettings, request: PlanRequest, *, why: bool) -> Report:
     from quire.cli.plan_table import ledger_picture, plan_panel
     from quire.plan.advice import options_to_fit
-    from quire.plan.report import explain, plan_as_dict, tenants_as_dict
-    from quire.settings.tenants import read_tenants
+    from quire.plan.report import explain, plan_as_dict
 
     found = subject.plan_or_least(settings)
     to_fit = () if found.fits else options_to_fit(found, subject.plan)
     data = plan_as_dict(found, to_fit=to_fit, model=subject.name) | {"source": subject.found}
     worth = found.fits
     if request.tenants is not None:
-        data["tenants"] = tenants_as_dict(read_tenants(request.tenants), found)
+        data["tenants"] = _tenants(found, request.tenants)
     if data["hisparse"] is not None:
         data["hisparse"]["gain"] = gain = _gain(subject, found, request)
         worth &= not gain["loses"]
@@ -124,6 +125,19 @@ def _one(subject: PlannedModel, settings: PlanSettings, request: PlanRequest, *,
     return Report(
         data, lambda: [plan_panel(data, title)], 0 if worth else EXIT_DOES_NOT_FIT, lambda: [ledger_picture(data)]
     )
+
+
+def _tenants(plan: Plan, path: Path) -> list[dict[str, Any]]:
+    """The tenants of a file, by the rules of a server with this plan: it checks them, and admits their requests."""
+    from quire.cache import KVCache
+    from quire.plan.report import tenants_as_dict
+    from quire.settings.tenants import read_tenants
+    from quire.spec.events import Namespace
+
+    terms = read_tenants(path)
+    admission = KVCache(plan.memory, tenants=terms).admission
+    keys = [each.keys[0] if each.keys else "" for each in terms]  # a tenant without keys is `default`
+    return tenants_as_dict(terms, plan, [admission.largest_request(Namespace(salt=f"{key}/")) for key in keys])
 
 
 def _gain(subject: PlannedModel, plan: Plan, request: PlanRequest) -> dict[str, Any]:
@@ -211,7 +225,7 @@ def _sweep_rows(subject: PlannedModel, settings: PlanSettings, what: str, values
             continue
         price = float(plan.bytes_per_token)
         numbers = (
-            plan.config.max_total_num_tokens,
+            plan.tokens,
             int(price) if price.is_integer() else round(price, 2),
             plan.requests_at(plan.context),
             plan.context,

@@ -111,7 +111,9 @@ def summary_table(found: Mapping[str, Any]) -> Table:
 
 def _summary(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     price = found["bytes_per_token"]
-    yield "Tokens", f"{found['max_total_num_tokens']:,} ({price:,.10g} bytes for each, as {found['kv_dtype']})"
+    arena = found["arena"] is not None and found["arena"]["is_planned"]
+    tokens = f"up to {found['max_total_num_tokens']:,} in one arena" if arena else f"{found['max_total_num_tokens']:,}"
+    yield "Tokens", f"{tokens} ({price:,.10g} bytes for each, as {found['kv_dtype']})"
     if found["swa_max_total_num_tokens"] is not None and found["full_max_total_num_tokens"] is not None:
         yield "Window tokens", f"{found['swa_max_total_num_tokens']:,}"
     if found["state_slots"] is not None:

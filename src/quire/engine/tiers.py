@@ -26,9 +26,10 @@ from quire.engine.planning import memory_plan
 from quire.engine.tier_report import StoreCounters, store_counters, tiers_as_dict
 from quire.engine.tier_storage import Storage, check_storage_size
 from quire.engine.watchdog import LaneWatch
+from quire.kernels.native.copies import native_copy_rows
 from quire.loop import Part
 from quire.memory.backing import backing_of
-from quire.memory.frame_copies import FrameCopies
+from quire.memory.frame_copies import CpuFrames, FrameCopies
 from quire.memory.host_pool import HostPool, Progress
 from quire.memory.pool import Pool
 from quire.models.hf import LoadedModel
@@ -207,8 +208,9 @@ class EngineTiers:
             record_bytes = tuple(self.host.format(group).num_bytes for group in range(len(frames)))
             sized = config.changed(storage_size=storage.num_bytes)
             self.resolved = tiers_as_dict(sized, plan, frames, record_bytes, self.host.num_bytes)
-            staged = None if compute is None else FrameStaging(compute).frames
-            self.mover = ThreadMover(FrameCopies(pools, self.host, staged, queues=staged is not None), self.store)
+            of_frames = partial(CpuFrames, copy=native_copy_rows()) if compute is None else FrameStaging(compute).frames
+            copies = FrameCopies(pools, self.host, of_frames, queues=compute is not None)
+            self.mover = ThreadMover(copies, self.store)
             undo.pop_all()
         self._watch = LaneWatch([lane for lane in LANES if lane.carries], self._mark)
         self.break_even = BreakEven(time.monotonic, on_change=_log_link)

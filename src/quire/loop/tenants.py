@@ -31,7 +31,7 @@ class TenantCounters:
     waiting_requests: int = gauge("Requests that wait for room.")
     prompt_tokens: int = counter("Prompt tokens of admitted requests.")
     hit_tokens: int = counter("Prompt tokens that came from the cache.")
-    lost_pages: int = counter("Cached pages that left the device for requests of other tenants.")
+    lost_pages: int = counter("Cached pages that left the device for requests of other tenants, or for a smaller size.")
 
 
 @dataclass(kw_only=True)
@@ -43,7 +43,7 @@ class AllTenants:
 
 @dataclass(frozen=True, kw_only=True)
 class TenantState:
-    """A tenant: the names of its keys, its terms as they were written, and its counters."""
+    """A tenant: the names of its keys, its terms, sizes in bytes, and its counters."""
 
     name: str
     keys: tuple[str, ...]

@@ -23,6 +23,7 @@ class GroupCopies(Protocol):
 
 
 Frames = Callable[[Pool, Records], GroupCopies]
+CopyRows = Callable[[Records, Records, Ids, Ids], None]  # from rows of one array, to rows of another
 
 
 class FrameCopies:
@@ -30,7 +31,7 @@ class FrameCopies:
     Its methods are those of `Copies`. Calls let other threads run meanwhile. Two calls at once may share a frame only
     if both read it. Frame 0 is never copied. A call is fastest if frames that are neighbours on the device are also
     neighbours on the host. `frames` makes what copies the frames of a pool and records; by default the device is the
-    CPU. `queues`: it copies to the device on a stream of its own."""
+    CPU, and nothing is compiled. `queues`: it copies to the device on a stream of its own."""
 
     def __init__(
         self, pools: Sequence[Pool], host: HostPool, frames: Frames | None = None, *, queues: bool = False
@@ -74,21 +75,21 @@ class FrameCopies:
 class CpuFrames:
     """Copies of one group whose device is the CPU. Its methods are those of `FrameCopies`."""
 
-    def __init__(self, pool: Pool, rows: Records) -> None:
+    def __init__(self, pool: Pool, rows: Records, copy: CopyRows | None = None) -> None:
         self._device: Records = pool.rows.numpy()
         self._host = rows[:, HEADER_BYTES : HEADER_BYTES + pool.layout.bytes_per_frame]
+        self._copy = copy or copy_runs
 
     def to_host(self, device_frames: Ids, host_frames: Ids) -> None:
-        _copy(self._device, self._host, device_frames, host_frames)
+        self._copy(self._device, self._host, device_frames, host_frames)
 
     def to_device(self, device_frames: Ids, host_frames: Ids) -> None:
-        _copy(self._host, self._device, host_frames, device_frames)
+        self._copy(self._host, self._device, host_frames, device_frames)
 
 
-def _copy(source: Records, target: Records, sources: Ids, targets: Ids) -> None:
-    if len(runs := runs_of(sources, targets)) > 1 and source.shape[1] < 2**18 and (np.diff(sources) == 1).all():
-        target[targets], runs = source[sources[0] : sources[-1] + 1], []  # small rows, in one call
-    for first, start, count in runs:
+def copy_runs(source: Records, target: Records, sources: Ids, targets: Ids) -> None:
+    """Copy rows `sources` of an array to rows `targets` of another, with a call for each run."""
+    for first, start, count in runs_of(sources, targets):
         target[start : start + count] = source[first : first + count]
 
 

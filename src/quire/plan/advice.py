@@ -43,6 +43,7 @@ def options_to_fit(plan: Plan, replan: Replan) -> tuple[Option, ...]:
     only without a device. Empty if no change suffices.
     """
     found = [
+        _in_an_arena(plan, replan),
         _lower_context(plan, replan),
         _lower_concurrency(plan),
         *_smaller_types(plan, replan),
@@ -50,6 +51,14 @@ def options_to_fit(plan: Plan, replan: Replan) -> tuple[Option, ...]:
         _more_ranks(plan, replan) if plan.settings.rank_device is not None else _more_memory(plan, replan),
     ]
     return tuple(option for option in found if option is not None)
+
+
+def _in_an_arena(plan: Plan, replan: Replan) -> Option | None:
+    """The memory as it is, shared by both groups."""
+    if plan.settings.arena or not _fits(replan, changed := plan.settings.changed(arena=True)):
+        return None
+    requests = replan(changed).requests_at(plan.context)
+    return Option(change="arena", value="on", requests=requests, length=plan.context)
 
 
 def _lower_context(plan: Plan, replan: Replan) -> Option | None:

@@ -18,7 +18,7 @@ from quire.plan.devices import Line
 from quire.plan.host import frames_at_rest
 from quire.plan.mix import Mix
 from quire.plan.settings import PlanSettings
-from quire.spec.arena import ArenaLayout
+from quire.spec.arena import SPARED, ArenaLayout
 from quire.spec.group import GroupSpec
 from quire.spec.model import ModelSpec
 from quire.spec.pages import pages_for
@@ -63,7 +63,7 @@ class Plan:
     @property
     def split(self) -> MemoryPlan:
         """A pool for each group."""
-        max_requests = max(1, self.max_running_requests // self.settings.parallel.dp)
+        max_requests = max(1, self._running_in_pools // self.settings.parallel.dp)
         groups, frames = {}, Counter[str]()
         for pool in self.config.pools:
             if not pool.per_request:  # states after drafts are frames of the group whose states they may become
@@ -107,9 +107,9 @@ class Plan:
         max_requests = max(1, max_requests // settings.parallel.dp)
         return replace(plan, arena=arena, num_pages=num_pages, max_requests=max_requests)
 
-    def room_in_arena(self, length: int) -> int | None:
+    def room_in_arena(self, length: int, *, beside_cache: bool = False) -> int | None:
         """Requests of `length` tokens that an arena of this rank has room for, with the states that each uses; None if
-        its groups share none."""
+        its groups share none. `beside_cache`: those that run at once where a part is spared for what is cached."""
         plan = self.floating
         if plan.arena is None:
             return None
@@ -119,7 +119,10 @@ class Plan:
             states = self.configurator.options.states_per_request + plan.tokens_per_step - 1
             frames.append(states if group.reach.in_place else pages if group.reach.kind == "full" else min(pages, kept))
         each = sum(n * stride for n, stride in zip(frames, plan.arena.strides, strict=True))
-        return plan.arena.room // each * self.settings.parallel.dp
+        found = plan.arena.room // each
+        if beside_cache:
+            found = max(min(1, found), (plan.arena.room - plan.arena.room // SPARED) // each)
+        return found * self.settings.parallel.dp
 
     def _passed_pages(self, max_requests: int) -> int:
         """Page ids beside those with frames, for passed pages of requests of a model of windows and states only.
@@ -167,6 +170,11 @@ class Plan:
     def max_running_requests(self) -> int:
         """Requests that may run at once, over all attention groups: as given, by default 256, limited by the states
         and by the hot buffers."""
+        memory = self.memory
+        return self._running_in_pools if memory.arena is None else memory.max_requests * self.settings.parallel.dp
+
+    @property
+    def _running_in_pools(self) -> int:
         found, dp = [self.settings.concurrency or self.settings.max_running_requests], self.settings.parallel.dp
         if self.state_slots is not None:
             found.append(self.configurator.options.requests_in(self.state_slots) * dp)
@@ -190,13 +198,27 @@ class Plan:
         """
         return self.tokens_per_page if self.settings.enable_prefix_caching else None
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of the pools, or the most that an arena holds."""
+        return self.config.max_total_num_tokens if self.memory.arena is None else self.memory.num_tokens
+
     def requests_at(self, length: int) -> int:
         """Requests of `length` tokens, prompt and output together, that run at once, over all attention groups."""
-        return min(self.room_for(length), self.max_running_requests)
+        room = self.room_for(length)
+        if self.memory.arena is not None and self.settings.enable_prefix_caching:
+            room = min(room, self.room_in_arena(length, beside_cache=True) or 0)
+        return min(room, self.max_running_requests)
 
     def room_for(self, length: int) -> int:
-        """Requests of `length` tokens that the pools have room for, whether or not as many may run."""
-        memory = self.memory
+        """Requests of `length` tokens that the memory has room for, whether or not as many may run."""
+        if self.memory.arena is None:
+            return self.room_in_pools(length)
+        return (self.room_in_arena(length) or 0) if length <= self.largest_request else 0
+
+    def room_in_pools(self, length: int) -> int:
+        """As `room_for`, with a pool for each group."""
+        memory = self.split
         if length > memory.largest_request:
             return 0
         pages = max(1, memory.pages_of(length))

@@ -15,7 +15,7 @@ from quire.plan.hisparse import hisparse_as_dict, host_lines, latents_told, loss
 from quire.plan.plan import Plan, size_within
 from quire.plan.settings import PlanSettings
 from quire.plan.speculation import draft_weight_notes, reserve_told, speculation_as_dict
-from quire.settings.tenants import Amount, TenantTerms, check_tenants
+from quire.settings.tenants import Amount, TenantTerms
 from quire.spec.layers import AttentionCall
 from quire.spec.layout import PER_PAGE, Field
 from quire.spec.pages import pages_for
@@ -25,13 +25,22 @@ from quire.spec.weights import WeightEstimate
 def ledger_of(plan: Plan, lines: Sequence[Line]) -> tuple[Line, ...]:
     """`lines`, then a line for every other byte of the budget, and the tables on the host."""
     pools, settings, memory = plan.config.pools, plan.settings, plan.memory
-    found = list(lines)
-    for pool in pools:
+    found, arena = list(lines), plan.memory.arena
+    padding = sum(pool.bytes_per_frame for pool in pools if not pool.on_host)
+    for pool in pools if arena is None else ():
         size, frames, where = pool.bytes_per_frame, pool.frames, "host" if pool.on_host else "device"
         why = f"{frames:,} frames of {size:,} bytes: {pool.why}"
         taken = pool.bytes if pool.on_host else frames * size
         found.append(Line(name=f"pool {pool.name}", bytes=taken, why=why, where=where))
-    padding = sum(pool.bytes_per_frame for pool in pools if not pool.on_host)
+    used = plan.config.bytes
+    if arena is not None:
+        most = " or ".join(
+            f"{arena.most(at):,} frames of {stride:,} bytes of '{group.name}'"
+            for at, (group, stride) in enumerate(zip(memory.groups, arena.strides, strict=True))
+        )
+        found.append(Line(name="arena", bytes=arena.room, why=f"{most}, or some of both, as requests come"))
+        padding = sum(arena.strides)
+        used = arena.room + padding
     found.append(Line(name="padding", bytes=padding, why="frame 0 of every pool, where padded tokens write"))
     if settings.graph_bytes:
         why = "kept for CUDA graphs of decode steps, beside the pools"
@@ -43,7 +52,7 @@ def ledger_of(plan: Plan, lines: Sequence[Line]) -> tuple[Line, ...]:
     why = unused_by(plan)
     if _capped(plan):
         why = f"beyond the cap of {settings.max_total_tokens:,} tokens"
-    found.append(Line(name="unused", bytes=plan.kv_bytes - plan.config.bytes, why=why))
+    found.append(Line(name="unused", bytes=plan.kv_bytes - used, why=why))
     if settings.rank_device is not None and settings.kv_memory is not None:
         rest = settings.rank_device.memory - sum(line.bytes for line in found)
         found.append(Line(name="not asked for", bytes=rest, why="what --kv-memory leaves of the device"))
@@ -66,7 +75,12 @@ def notes_of(plan: Plan, weights: WeightEstimate | None) -> tuple[str, ...]:
 
 def _notes_on_load(plan: Plan) -> Iterator[str]:
     settings = plan.settings
-    if len(_kinds(plan)) > 1 and settings.swa_full_tokens_ratio is None and not _states_given(settings):
+    if (
+        plan.memory.arena is None
+        and len(_kinds(plan)) > 1
+        and settings.swa_full_tokens_ratio is None
+        and not _states_given(settings)
+    ):
         asked = settings.mix is not None or settings.max_model_len is not None
         more = "." if asked else "; --context, --input-tokens and --output-tokens, or --trace, say otherwise."
         yield f"pools are split for {plan.mix.source}{more}"
@@ -89,6 +103,8 @@ def _notes_on_settings(plan: Plan) -> Iterator[str]:
     share, device, parallel = settings.mem_fraction_static, settings.rank_device, settings.parallel
     if share is not None and device is not None:
         yield f"--mem-fraction-static {share:g} is {format_bytes(int(device.memory * share))} of this device."
+    if settings.arena and plan.memory.arena is None:
+        yield "--arena has no effect: two groups share one, a whole and a partial one, on the device of a single stage."
     if parallel.pp > 1:
         yield f"stage {plan.stage + 1} of {parallel.pp} has the least room and decides."
     if parallel.dp > 1:
@@ -145,8 +161,9 @@ def arena_as_dict(plan: Plan) -> dict[str, Any] | None:
     if layout is None:
         return None
     lengths = sorted({min(_SHORT, plan.context), min(plan.mix.mean, plan.context), plan.context})
-    fits = [{"tokens": n, "arena": plan.room_in_arena(n), "split": plan.room_for(n)} for n in lengths]
-    return {"bytes": layout.budget, "waste_bytes": layout.budget - layout.room, "fits": fits}
+    fits = [{"tokens": n, "arena": plan.room_in_arena(n), "split": plan.room_in_pools(n)} for n in lengths]
+    waste = layout.budget - layout.room
+    return {"is_planned": plan.settings.arena, "bytes": layout.budget, "waste_bytes": waste, "fits": fits}
 
 
 def _capped(plan: Plan) -> bool:
@@ -156,7 +173,12 @@ def _capped(plan: Plan) -> bool:
 
 def plan_as_dict(plan: Plan, *, to_fit: Sequence[Option] = (), model: str = "") -> dict[str, Any]:
     """Everything a plan says, as JSON values. Bytes and frames are those of one rank; frames include frame 0."""
-    config, settings = plan.config, plan.settings
+    config, settings, arena = plan.config, plan.settings, plan.memory.arena
+    pools = config.pools
+    if arena is not None:
+        why = "as many as the arena holds without the other group"
+        groups = enumerate(plan.memory.groups)
+        pools = tuple(PoolSize(group=group, frames=arena.most(at), why=why) for at, group in groups)
     return {
         "model": model or plan.spec.architecture,
         "architecture": plan.spec.architecture,
@@ -166,14 +188,14 @@ def plan_as_dict(plan: Plan, *, to_fit: Sequence[Option] = (), model: str = "") 
         "page_size": plan.page_size,
         "bytes_per_token": _bytes_per_token(plan),
         "bias_bytes": config.bias,
-        "max_total_num_tokens": config.max_total_num_tokens,
-        "full_max_total_num_tokens": plan.full_tokens,
-        "swa_max_total_num_tokens": plan.window_tokens,
+        "max_total_num_tokens": plan.tokens,
+        "full_max_total_num_tokens": plan.full_tokens if arena is None else plan.tokens,
+        "swa_max_total_num_tokens": plan.window_tokens if arena is None else None,
         "compressed_max_total_num_tokens": {str(k): v for k, v in config.compressed_max_total_num_tokens.items()}
         or None,
         "max_running_requests": plan.max_running_requests,
-        "state_slots": plan.state_slots,
-        "pools": [_pool_as_dict(pool, plan.page_size) for pool in config.pools],
+        "state_slots": plan.state_slots if arena is None else None,
+        "pools": [_pool_as_dict(pool, plan.page_size) for pool in pools],
         "ledger": [asdict(line) for line in plan.ledger],
         "context": plan.context,
         "required_requests": plan.required,
@@ -196,37 +218,36 @@ def plan_as_dict(plan: Plan, *, to_fit: Sequence[Option] = (), model: str = "") 
     }
 
 
-def tenants_as_dict(terms: Sequence[TenantTerms], plan: Plan) -> list[dict[str, Any]]:
-    """Each tenant as `quire plan --json` tells it. Raises InvalidInput if the plan cannot keep these terms."""
+def tenants_as_dict(terms: Sequence[TenantTerms], plan: Plan, largest: Sequence[int]) -> list[dict[str, Any]]:
+    """Each tenant as `quire plan --json` tells it. `largest[i]` are the tokens of its largest request."""
     memory = plan.memory
-    check_tenants(terms, memory.room_bytes)
-    floors = [each.floor.of(memory.pool_bytes) for each in terms]
 
-    def of(share: float) -> dict[str, int]:
-        return {"bytes": int(share * memory.pool_bytes), "tokens": int(share * memory.num_tokens)}
+    def of(amount: Amount) -> dict[str, int]:
+        share = min(1.0, amount.of(memory.room_bytes))
+        return {"bytes": int(share * memory.room_bytes), "tokens": int(share * memory.num_tokens)}
 
-    found = []
-    for each, floor in zip(terms, floors, strict=True):
-        ceiling = min(1.0, (each.ceiling or Amount(share=1.0)).of(memory.pool_bytes))
-        most = min(ceiling, 1 - sum(floors) + floor)
-        found.append(
-            {
-                "name": each.name,
-                "floor": of(floor),
-                "ceiling": of(ceiling),
-                "weight": each.weight,
-                "largest_request": min(plan.largest_request, int(most * memory.num_tokens) + 1),
-            }
-        )
-    return found
+    return [
+        {
+            "name": each.name,
+            "floor": of(each.floor),
+            "ceiling": of(each.ceiling or Amount(share=1.0)),
+            "weight": each.weight,
+            "largest_request": tokens,
+        }
+        for each, tokens in zip(terms, largest, strict=True)
+    ]
 
 
 def summary_line(plan: Plan) -> str:
     """The plan in one line, for logs."""
     pools = " + ".join(f"{pool.name} {format_bytes(pool.bytes)}" for pool in plan.config.pools if not pool.on_host)
     pools += latents_told(plan)
+    what = f"KV pools {format_bytes(plan.config.bytes)} ({pools}):"
+    if plan.memory.arena is not None:
+        names = " and ".join(group.name for group in plan.memory.groups)
+        what = f"KV arena {format_bytes(plan.memory.pool_bytes)} ({names}): up to"
     return (
-        f"KV pools {format_bytes(plan.config.bytes)} ({pools}): {plan.config.max_total_num_tokens:,} tokens in pages "
+        f"{what} {plan.tokens:,} tokens in pages "
         f"of {plan.page_size}, {_bytes_per_token(plan):,} bytes for each; largest request "
         f"{plan.largest_request:,} tokens; up to {plan.max_running_requests:,} requests at once."
     )
@@ -289,6 +310,9 @@ def explain(plan: Plan) -> list[tuple[str, str]]:
         found += [(f"{pool.name}.{field.name}", _field_formula(field, plan.page_size)) for field in fields]
     bound = f"<= {plan.kv_bytes:,}" + (f", and at most {cap:,} tokens" if cap is not None else "")
     price = f"tokens * {_bytes_per_token(plan):,} + {config.bias:,} {bound}"
+    tokens = f"largest whole page with {price}: {config.max_total_num_tokens:,}"
+    if plan.memory.arena is not None:
+        tokens = f"what the arena holds beside the other group's frames of one request: {plan.tokens:,}"
     written = f"the last token is drawn, never written{reserve_told(plan)}"
     prefix = "nothing is reused: prefix caching is off"
     if plan.minimum_reusable_prefix is not None:
@@ -296,7 +320,7 @@ def explain(plan: Plan) -> list[tuple[str, str]]:
         prefix += "; a state can be left at the end of any" if plan.state_slots is not None else ""
     return [
         *found,
-        ("tokens", f"largest whole page with {price}: {config.max_total_num_tokens:,}"),
+        ("tokens", tokens),
         ("largest request", f"min(context {plan.context:,}, tokens + 1: {written})"),
         ("smallest reused prefix", prefix),
     ]
@@ -308,9 +332,9 @@ def comparison(plans: Mapping[str, Plan]) -> list[tuple[str, list[Any]]]:
         ("KV memory (bytes)", lambda p: p.kv_bytes),
         ("bytes per token", _bytes_per_token),
         ("fixed bytes", lambda p: p.config.bias),
-        ("tokens", lambda p: p.config.max_total_num_tokens),
-        ("window tokens", lambda p: p.window_tokens),
-        ("state slots", lambda p: p.state_slots),
+        ("tokens", lambda p: p.tokens),
+        ("window tokens", lambda p: p.window_tokens if p.memory.arena is None else None),
+        ("state slots", lambda p: p.state_slots if p.memory.arena is None else None),
         ("page size", lambda p: p.page_size),
         ("context", lambda p: p.context),
         ("requests at context", lambda p: p.requests_at(p.context)),

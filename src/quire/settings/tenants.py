@@ -116,17 +116,25 @@ def tenants_of(found: Any) -> tuple[TenantTerms, ...]:
     return tuple(tenants.values())
 
 
-def check_tenants(tenants: Sequence[TenantTerms], total: int) -> None:
-    """Raise InvalidInput unless the floors fit together in `total` bytes of KV memory, each within its ceiling."""
+def check_tenants(tenants: Sequence[TenantTerms], total: int, least: float) -> None:
+    """Raise InvalidInput unless the floors fit together in `total` bytes of KV memory, each within its ceiling, and no
+    ceiling is below the `least` share that a page of a request takes."""
     for each in tenants:
         floor, ceiling = each.floor.of(total), each.ceiling.of(total) if each.ceiling is not None else math.inf
+        if ceiling < least:
+            share = f"{least + 5e-5:.2%}"
+            told = f"tenant '{each.name}' has a ceiling of {each.ceiling}, and a page takes {share} of the memory."
+            raise InvalidInput(told, fix=f"give it {share} or more, or no key.")
         if floor > ceiling:
             need, have = f"a floor of {each.floor}", f"a ceiling of {each.ceiling}"
             raise InvalidInput(f"tenant '{each.name}' has {need} and {have}.", fix="lower the floor.")
     promised = {each.name: each.floor.of(total) for each in tenants if each.floor.of(total)}
     if sum(promised.values()) > 1 + 1e-9:
         told = ", ".join(f"'{name}' {share:.1%}" for name, share in promised.items())
+        sizes = sum(each.floor.bytes for each in tenants)
+        rest = 1 - sum(each.floor.share for each in tenants if not each.floor.bytes)
+        more = f", or have {math.ceil(sizes / rest):,} bytes of KV memory" if rest > 0 else ""
         raise InvalidInput(
             f"the floors need {sum(promised.values()):.1%} of the KV memory of {total:,} bytes: {told}.",
-            fix="lower them to 100 % together, or raise --kv-memory.",
+            fix=f"lower them to 100 % together{more}.",
         )

@@ -10,7 +10,7 @@ from fractions import Fraction
 from functools import partial
 
 from quire.errors import InvalidInput, PlanError
-from quire.plan.budget import MemoryPlan
+from quire.plan.budget import MemoryPlan, format_bytes
 from quire.plan.step_cost import CostModel
 from quire.sim.hisparse import SimulatedHiSparse
 from quire.sim.hit_bounds import HitBounds
@@ -218,7 +218,12 @@ def _part_of(plan: MemoryPlan, part: Fraction, most: int, planned: Callable[[int
 
     found = bisect_right(range(1, most), int(plan.pool_bytes * part), key=size)
     if not found or not size(found):
-        raise InvalidInput(f"{part} of the pools is less than a page of each group.", fix="give a larger part.")
+        least = next((taken for pages in range(1, most) if (taken := size(pages))), plan.pool_bytes)
+        raise InvalidInput(
+            f"{part} of the pools of {format_bytes(plan.pool_bytes)} holds no page of each group: the smallest pools "
+            f"take {format_bytes(least)}.",
+            fix=f"give {math.ceil(100 * least / plan.pool_bytes)}/100 or more.",
+        )
     return planned(found * plan.page_size).within(plan)
 
 

@@ -14,6 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+SPARED = 4
+"""One part of an arena in so many is spared for what is cached: docs/decisions/088-one-arena-from-two-ends.md."""
+
 
 @dataclass(frozen=True)
 class ArenaLayout:
