@@ -2,6 +2,7 @@
 
     python -m bench.arena [--json FILE] [--models gemma-3-27b,...] [--phases 2]
     python -m bench.arena --host [--seeds 20,21,22]         host memory behind an arena, in two mixes of groups
+    python -m bench.arena --read FILE --plot FILE.svg       a picture of what was measured
 
 Scheduler, cache and allocators are the production code. Both plans have the same bytes, and are made for the mean of
 the load, which swings between many short requests and a few long ones; most begin with an earlier one, once it has
@@ -22,8 +23,9 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -340,6 +342,33 @@ def ideal(name: str, seeds: Sequence[int], scale: float) -> list[dict[str, Any]]
     return found
 
 
+def draw(models: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """Usable tokens and hit rates of both loads, in split pools and in an arena, of each model."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams |= {"svg.hashsalt": "quire", "svg.fonttype": "none"}  # text stays text
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 5.5), layout="constrained", sharex=True)
+    figures = ("usable_tokens", "cached tokens of use, thousands", 1e-3), ("hit_rate", "hit rate, %", 100)
+    for axis, title in zip(axes[0], ("more than fits", "turns of conversations"), strict=True):
+        axis.set_title(title, fontsize=10)
+    for row, (name, label, scale) in zip(axes, figures, strict=True):
+        row[0].set_ylabel(label, fontsize=9)
+        for axis, load in zip(row, ("", ", turns"), strict=True):
+            for at, (kind, color) in enumerate((("static", "#b8c4d6"), ("arena", "#2f6fde"))):
+                values = [scale * found[kind + load][name] for found in models.values()]
+                places = [place + 0.4 * at - 0.2 for place in range(len(models))]
+                bars = axis.bar(places, values, 0.38, color=color, label="split pools" if kind == "static" else kind)
+                axis.bar_label(bars, fmt="%.0f", fontsize=8)
+            axis.set_xticks(range(len(models)), models, fontsize=8)
+            axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].legend(fontsize=8)
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
 def main() -> None:
     parser = new_parser(__doc__ or "")
     parser.add_argument("--models", default=",".join(MODELS), help="of " + ", ".join(MODELS))
@@ -347,7 +376,12 @@ def main() -> None:
     parser.add_argument("--host", action="store_true", help="host memory behind an arena, in two mixes of groups")
     parser.add_argument("--ideal", action="store_true", help="host memory in the best mix for each phase of the load")
     parser.add_argument("--seeds", default="20,21,22", help="of the loads with --host and --ideal (%(default)s)")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw both plans there")
+    parser.add_argument("--read", type=Path, metavar="FILE", help="measure nothing; draw what --json wrote")
     options = parser.parse_args()
+    if options.read is not None:
+        draw(json.loads(options.read.read_text())["models"], options.plot)
+        return
     result: dict[str, Any] = machine(models={})
     for name in options.models.split(","):
         if options.host or options.ideal:
@@ -359,6 +393,8 @@ def main() -> None:
         for kind in [each for each in found if isinstance(found[each], dict)]:
             print(name, kind, json.dumps(found[kind]), flush=True)
     save(options.json, result)
+    if options.plot is not None:
+        draw(result["models"], options.plot)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,11 @@ SHARED = BENCH.parents[2] / "shared" / "data" / "configs"
 @pytest.mark.skipif(not SHARED.exists(), reason="the published configurations are not beside the repository")
 def test_the_benchmark_of_arenas_runs(tmp_path: Path) -> None:
     written = tmp_path / "result.json"
-    done = run_program(BENCH, "--toy", "--models", "MiMo-V2-Flash", "--json", written)
+    picture = tmp_path / "picture.svg"
+    done = run_program(BENCH, "--toy", "--models", "MiMo-V2-Flash", "--json", written, "--plot", picture)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(written.read_text())["models"]["MiMo-V2-Flash"]
+    assert "MiMo-V2-Flash" in picture.read_text()
     assert found["arena"]["hit_rate"] > 0 and found["arena"]["moved_bytes"] > found["static"]["moved_bytes"] == 0
 
 
