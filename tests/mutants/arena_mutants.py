@@ -102,6 +102,34 @@ def a_previous_frame_is_not_told(patch: Patch) -> None:
     patch.setattr(StateGroup, "moved", moved)
 
 
+@mutant("arenas with drafts", "states after drafts are written where they were before they moved")
+def draft_frames_are_not_told(patch: Patch) -> None:
+    real = StateGroup.moved
+
+    def moved(group: StateGroup, sources: Any, targets: Any) -> Any:
+        before = group._draft_frames.copy()
+        pages = real(group, sources, targets)
+        group._draft_frames[:] = before
+        return pages
+
+    patch.setattr(StateGroup, "moved", moved)
+
+
+@mutant("arenas", "a checkpoint that is not settled yet is stored from where it was before it moved")
+def unsettled_checkpoints_are_not_told(patch: Patch) -> None:
+    real = StateGroup.moved
+
+    def moved(group: StateGroup, sources: Any, targets: Any) -> Any:
+        before = [[each.frame for each in some] for some in group._unsettled]
+        pages = real(group, sources, targets)
+        for some, frames in zip(group._unsettled, before, strict=True):
+            for each, frame in zip(some, frames, strict=True):
+                each.frame = frame
+        return pages
+
+    patch.setattr(StateGroup, "moved", moved)
+
+
 @mutant("arenas", "the bytes of a page are copied while a save reads them or a load writes them")
 def frames_in_transfers_move(patch: Patch) -> None:
     real = KVCache._fixed

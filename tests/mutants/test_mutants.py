@@ -219,6 +219,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "resized": [lambda seed=seed: run_resized(seed, 60) for seed in range(80)],
     "arena": [lambda seed=seed: run_arena(seed, 60) for seed in range(60)],
     "arenas": [lambda seed=seed: run_arena_replay(seed, shakes=True, tiers=seed % 2 < 1) for seed in range(30)],
+    "arenas with drafts": [lambda seed=seed: run_arena_replay(seed, shakes=True, drafts=True) for seed in range(30)],
     "resizes": [lambda seed=seed: run_resized_replay(seed, tiers=seed % 2 < 1) for seed in range(30)],
     "mapped memory": [lambda seed=seed: test_cuda_memory.check_sizes_of(seed) for seed in range(10)],
     "resized arenas": [lambda seed=seed: run_resized_replay(seed, arena=True) for seed in range(20)],
