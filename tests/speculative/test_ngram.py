@@ -163,9 +163,12 @@ NativeMachine.TestCase.settings = settings(max_examples=100, stateful_step_count
 TestNativeMachine = NativeMachine.TestCase
 
 
-def test_a_full_history_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ended", [0, ngram._MOST_TEXTS - 10])
+def test_a_full_history_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch, ended: int) -> None:
     monkeypatch.setattr(ngram, "_HISTORY", 16)
     drafter = NgramDrafter(1, config_of(2, 2))
+    assert drafter._history is not None
+    drafter._history.num_texts = ended  # of which none is remembered
     for first in range(0, 100, 4):
         drafter.ended(Namespace(), np.arange(first, first + 4, dtype=np.int32), 0)
     batch = RunningBatch([_Kv(Namespace())], np.array([0]), np.array([1]))  # type: ignore[list-item]

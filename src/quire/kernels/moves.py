@@ -149,8 +149,9 @@ class Moves:
         """Copy the pieces of row `sources[i]` to row `targets[i]`, int64 `[n]`. All are read before any is written."""
         for _, part in pieces.parts:
             if pieces.entries == 1:  # whole frames: a fifth of what indexing costs
-                frames = part[:, :, 0]
-                frames.index_copy_(1, targets, frames.index_select(1, sources))
+                frames = part[:, :, 0]  # of parts of frames, `index_select` would copy all first
+                read = frames.index_select(1, sources) if part.is_contiguous() else frames[:, sources]
+                frames.index_copy_(1, targets, read)
             else:
                 part[:, *_entry_of(pieces, targets)] = part[:, *_entry_of(pieces, sources)]
 

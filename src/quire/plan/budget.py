@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from quire.errors import ContextTooLong, InvalidInput, RequestTooLarge
+from quire.errors import ContextTooLong, InvalidInput, PlanError, RequestTooLarge
 from quire.spec.arena import ArenaLayout
 from quire.spec.group import GroupSpec
 from quire.spec.hisparse import RESIDENT, HotBuffers, Resident
@@ -44,6 +44,8 @@ def round_up_bytes(size: int) -> str:
 
 
 _BYTES_PER_ID = 4  # int32, of a page and of a token
+MOST_IDS = 2**31
+"""Numbers of int32 from 0 on: of slots of tokens, and of entries of page tables."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +119,20 @@ class MemoryPlan:
         """Bytes of one page on the device, in all groups; latents in host memory are not among them."""
         on_host = self.groups_on_host
         return sum(group.layout.bytes_per_frame for index, group in enumerate(self.groups) if index not in on_host)
+
+    def __post_init__(self) -> None:
+        rows, tokens = self.max_requests * self.pages_per_row, self.num_pages * self.tokens_per_page
+        if rows >= MOST_IDS:
+            raise PlanError(
+                f"page tables of {counted(self.max_requests, 'request')} of {counted(self.pages_per_row, 'page')} "
+                f"have {rows:,} entries; the most is {MOST_IDS - 1:,}.",
+                fix="lower --max-running-requests or --max-model-len, or give larger pages with --page-size.",
+            )
+        if tokens >= MOST_IDS:
+            raise PlanError(
+                f"the pools hold {tokens:,} tokens; the most is {MOST_IDS - 1:,}.",
+                fix=f"give --max-total-tokens {MOST_IDS // 2:,} or less, or less KV memory.",
+            )
 
     @property
     def pool_bytes(self) -> int:

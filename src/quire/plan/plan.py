@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from quire.errors import PlanError
-from quire.plan.budget import MemoryPlan, format_bytes, round_up_bytes
+from quire.plan.budget import MOST_IDS, MemoryPlan, format_bytes, round_up_bytes
 from quire.plan.configurator import PADDING, MemoryPoolConfig, MemoryPoolConfigurator
 from quire.plan.devices import Line
 from quire.plan.host import frames_at_rest
@@ -75,7 +75,7 @@ class Plan:
             groups=tuple(groups.values()),
             frames=counts,
             at_rest=frames_at_rest(tuple(groups.values()), counts, self.configurator.options, self.page_size),
-            num_pages=self.config.max_total_num_tokens // self.tokens_per_page + self._passed_pages(max_requests),
+            num_pages=self._num_pages + self._passed_pages(max_requests),
             token_ranks=self.settings.parallel.dcp,
             context=self.context,
             max_requests=max_requests,
@@ -123,6 +123,12 @@ class Plan:
         if beside_cache:
             found = max(min(1, found), (plan.arena.room - plan.arena.room // SPARED) // each)
         return found * self.settings.parallel.dp
+
+    @property
+    def _num_pages(self) -> int:
+        """Page ids of the tokens. A pool of states alone counts a mean request for each, and needs no id for all."""
+        pages = self.config.max_total_num_tokens // self.tokens_per_page
+        return pages if self.full_tokens is not None else min(pages, MOST_IDS // 2 // self.tokens_per_page)
 
     def _passed_pages(self, max_requests: int) -> int:
         """Page ids beside those with frames, for passed pages of requests of a model of windows and states only.

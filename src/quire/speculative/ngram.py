@@ -34,6 +34,8 @@ from quire.speculative.drafter import Drafting, Drafts, joined, no_drafts
 _TABLE_BITS = 20
 _HISTORY = 2**20
 """Tokens of ended requests that are remembered, and twice as many places for them."""
+_MOST_TEXTS = 2**31 - 1
+"""Numbers of ended requests, after which they begin again at 1: those of so long ago are forgotten."""
 _RESUME_TOKENS = 8
 """Tokens without a draft after which a copy is given up."""
 _NEAR = np.arange(16)
@@ -335,7 +337,7 @@ class _History:
         tokens = tokens[-_HISTORY // 2 :]
         if self._end + len(tokens) > len(self._tokens):
             self._end = 1
-        self.num_texts += 1
+        self.num_texts = self.num_texts % _MOST_TEXTS + 1
         first, stop = self._end, self._end + len(tokens)
         self._tokens[first:stop], self._spaces[first:stop], self._texts[first:stop] = tokens, space, self.num_texts
         ends = np.arange(first, stop - 1, dtype=np.int64)  # the last token has none after it
