@@ -16,10 +16,12 @@ from quire.plan.planner import make_plan
 from quire.plan.settings import PlanSettings
 from quire.plan.source import model_folder, read_model_config
 from quire.settings.tenants import read_tenants
+from quire.sim.replay import Replay, ReplaySettings
 from quire.spec.catalogue import CATALOGUE
 from quire.spec.events import Namespace
 from quire.spec.model import ModelSpec
 from tests.cli.conftest import Run
+from tests.sim.replays import COST, requests
 
 GIB = 2**30
 WIDE = {"COLUMNS": "200"}
@@ -229,6 +231,39 @@ def test_a_plan_with_an_arena_answers_for_the_arena(run: Run, name: str, memory:
     assert all(pool["bytes"] <= found["arena"]["bytes"] for pool in found["pools"])
     shown = run("plan", name, "--kv-memory", memory, "--arena", env=WIDE).stdout
     assert "in one arena" in shown and "pools are split for" not in shown
+
+
+PAIR = ("--tp", "2", "--dp", "2")
+
+
+@pytest.mark.parametrize(
+    ("options", "requests", "running", "tokens"),
+    [
+        (("qwen3-next-80b-a3b", "--kv-memory", "3GiB", "--context", "8k"), 8, 13, None),  # a state each, not three
+        (("qwen3-next-80b-a3b", "--kv-memory", "6400MiB"), 1, 28, None),  # the largest request, with one state
+        (("qwen3-next-80b-a3b", "--kv-memory", "12GiB", "--tp", "8", "--dp", "8", "--context", "8k"), 256, 256, None),
+        (("gemma-3-27b", "--kv-memory", "40GiB", "--context", "4k", *PAIR, "--concurrency", "5"), 5, 5, None),
+        (("gemma-3-27b", "--kv-memory", "20GiB", "--max-total-tokens", "20k", "--context", "8k"), 2, 256, 20_480),
+    ],
+)  # fmt: skip
+def test_what_runs_in_an_arena(
+    run: Run, options: tuple[str, ...], requests: int, running: int, tokens: int | None
+) -> None:
+    found = data(run, *options, "--arena")
+    assert (found["requests_at_context"], found["max_running_requests"]) == (requests, running)
+    assert tokens is None or found["max_total_num_tokens"] == tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "memory"), [("qwen3-next-80b-a3b", 1), ("qwen3-next-80b-a3b", 3), ("gemma-3-27b", 12)]
+)
+def test_as_many_run_in_an_arena_as_the_plan_says(name: str, memory: int) -> None:
+    """A replay of requests that come at once, and share nothing."""
+    spec = ModelSpec.from_config(CATALOGUE[name].config)
+    plan = make_plan(spec, PlanSettings(kv_memory=memory * GIB, arena=True, max_model_len=8192))
+    most = plan.requests_at(8192)
+    replay = Replay(plan.memory, COST, ReplaySettings(check="off", chunk=8192))
+    assert replay.run(requests([(7992, 200)] * (most + 4), seed=1)).most_running == most > 1
 
 
 def test_an_arena_without_effect_is_told(run: Run) -> None:

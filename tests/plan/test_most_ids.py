@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.cache import KVCache
 from quire.errors import PlanError
 from quire.plan.budget import MOST_IDS
 from quire.plan.planner import make_plan
@@ -27,15 +28,16 @@ def test_page_tables_of_many_long_rows_are_refused() -> None:
     spec = ModelSpec.from_config(CATALOGUE["llama-4-scout"].config)
     settings = PlanSettings(kv_memory=200 * GIB, max_running_requests=4096)
     with pytest.raises(PlanError, match=r"page tables of 4,096 requests of 655,361 pages have .*-requests"):
-        make_plan(spec, settings).memory  # noqa: B018
+        make_plan(spec, settings).memory.check_numbers()
     plan = make_plan(spec, settings.changed(max_running_requests=2048)).memory
+    plan.check_numbers()
     assert plan.max_requests * plan.pages_per_row < MOST_IDS
 
 
 def test_pools_of_more_slots_than_numbers_are_refused() -> None:
-    assert small_plan(2**27 - 1, 16, context=64).num_pages == 2**27 - 1
+    small_plan(2**27 - 1, 16, context=64).check_numbers()
     with pytest.raises(PlanError, match="hold 2,147,483,648 tokens"):
-        small_plan(2**27, 16, context=64)
+        KVCache(small_plan(2**27, 16, context=64))
 
 
 def test_states_alone_have_page_ids_that_are_slots(tmp_path: Path) -> None:

@@ -180,7 +180,9 @@ def test_terms_change_while_requests_run() -> None:
     with pytest.raises(InvalidInput, match=r"the floors need 110.0% of the KV memory.*'noisy' 70.0%, 'quiet' 40.0%"):
         server.tenants.change("noisy", {"floor": "70%"})
     for ceiling in ("0%", "2%"):  # of 40 pages
-        with pytest.raises(InvalidInput, match=f"tenant 'noisy' has a ceiling of {ceiling}, and a page takes"):
+        with pytest.raises(
+            InvalidInput, match=f"tenant 'noisy' has a ceiling of {ceiling}, and the smallest request takes 2.50%"
+        ):
             server.tenants.change("noisy", {"ceiling": ceiling})
     with pytest.raises(InvalidInput, match="there is no tenant 'other'"):
         server.tenants.change("other", {"floor": "1%"})
@@ -288,3 +290,14 @@ def test_what_an_accepted_request_needs_outlives_a_release(terms: dict[str, Any]
     cache.resizing.aim(replace(plan, frames=(20,), num_pages=20), released=True)
     cache.resizing.go_on([], [], [0])
     assert cache.admission.units_for([(Namespace(), 30)]) == promised
+
+
+@pytest.mark.parametrize("pages", [3, 7, 49, 98, 161])
+def test_a_ceiling_of_the_smallest_request_is_enough(pages: int) -> None:
+    """Shares of bytes are floats, and one page is one page."""
+    plan = small_plan(pages, 16, context=4096, max_requests=4)
+    page = plan.room_bytes // pages
+    cache = KVCache(plan, tenants=tenants_of({"a": {"ceiling": page}}))
+    assert cache.admission.largest_request(Namespace(salt="a/")) == 17
+    with pytest.raises(InvalidInput, match=f"Fix: give it {page} or more"):
+        KVCache(plan, tenants=tenants_of({"a": {"ceiling": page - 1}}))

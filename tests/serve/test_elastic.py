@@ -113,7 +113,6 @@ def test_what_was_cached_is_found_on_the_host_after_a_release(live: LiveServer) 
     assert min(hits) > 250
     found = asked(live, "/v1/cache/memory/release", {"wait_s": 30})
     assert found["done"] and found["released"] and found["evicted_pages"] > 0
-    assert asked(live, "/health")["status"] == "degraded", "at once"
     assert found["device"]["reached"] < MIB
     waiting: list[tuple[list[int], int]] = []
     thread = threading.Thread(target=lambda: waiting.append(complete(live, 0)))

@@ -43,7 +43,6 @@ def test_health_fails_with_the_reason() -> None:
     engine._process = SimpleNamespace(process=multiprocessing.current_process())
     engine._death, engine._draining, engine._streams, engine._progress_s = None, False, {}, 0.0
     engine._has_work, engine._heard_s, engine._stall_after_s = False, time.monotonic(), STALL_AFTER_S
-    engine._changes = SimpleNamespace(is_released=False)
     engine.last_statistics = {"violation": ""}
     assert engine.health().healthy
     engine.last_statistics = {"violation": "an invariant of the cache is broken: page 3 is cached and free"}

@@ -100,6 +100,7 @@ class KVCache:
         offload: OffloadFactory = NO_OFFLOAD,
         tenants: Sequence[TenantTerms] = (),
     ) -> None:
+        plan.check_numbers()
         num_pages = plan.num_pages + offload.num_pages(plan)
         shares = Tenants(tenants, plan, num_pages) if tenants else None
         frames = DeviceFrames(

@@ -135,8 +135,9 @@ class Tenants(TenantShares):
 
     def check(self, terms: Sequence[TenantTerms], plan: MemoryPlan | None = None) -> None:
         """Raise InvalidInput unless the cache can keep these terms, now or with another plan."""
-        least = self._need(1) / np.maximum(1, self._totals(now=False, plan=plan))
-        check_tenants(terms, (plan or self._plan).room_bytes, float(least.max()))
+        plan = plan or self._plan
+        least = self._need(plan.pages_of(2)) / np.maximum(1, self._totals(now=False, plan=plan))
+        check_tenants(terms, plan.room_bytes, float(least.max()))
 
     def change(
         self,
@@ -183,7 +184,8 @@ class Tenants(TenantShares):
             total_bytes = max(1, int(self._unit_bytes @ totals))
             floors = [min(1.0, each.floor.of(total_bytes)) for each in self.terms]
             ceilings = [_ENDLESS if each.ceiling is None else each.ceiling.of(total_bytes) for each in self.terms]
-            found = [(totals[:, None] * np.array(part)).astype(np.int64) for part in (floors, ceilings)]
+            parts = [np.array(part) * (1 + 1e-12) for part in (floors, ceilings)]  # no whole number becomes one less
+            found = [(totals[:, None] * part).astype(np.int64) for part in parts]
             promised = np.maximum(1, found[0].sum(axis=1))
             exact = found[0].astype(object)  # bytes times bytes are more than 64 bits hold
             fitting = (exact * np.clip(have[1], 0, promised)[:, None] // promised[:, None]).astype(np.int64)

@@ -136,8 +136,10 @@ def _tenants(plan: Plan, path: Path) -> list[dict[str, Any]]:
 
     terms = read_tenants(path)
     admission = KVCache(plan.memory, tenants=terms).admission
-    keys = [each.keys[0] if each.keys else "" for each in terms]  # a tenant without keys is `default`
-    return tenants_as_dict(terms, plan, [admission.largest_request(Namespace(salt=f"{key}/")) for key in keys])
+    # No request is one of a tenant without keys, but for `default`.
+    salts = [each.keys[0] if each.keys else None if at else "" for at, each in enumerate(terms)]
+    largest = [0 if salt is None else admission.largest_request(Namespace(salt=f"{salt}/")) for salt in salts]
+    return tenants_as_dict(terms, plan, largest)
 
 
 def _gain(subject: PlannedModel, plan: Plan, request: PlanRequest) -> dict[str, Any]:

@@ -362,7 +362,7 @@ class AsyncEngine:
             limit = f"{len(self._streams)} sequences are open; the limit is {self._stall_after_s:g} s"
             reason = f"the engine {work} for {waited_s:.0f} s ({limit})."
             return EngineHealth(healthy=False, reason=reason, detail=self.last_statistics.get("waiting_reason", ""))
-        return EngineHealth(healthy=True, stuck=tuple(stuck(self.last_statistics, released=self._changes.is_released)))
+        return EngineHealth(healthy=True, stuck=tuple(stuck(self.last_statistics)))
 
     async def shutdown(self, *, drain_s: float = 0.0) -> None:
         """Refuse new requests, let the open ones finish for at most `drain_s`, abort the rest, end the process."""

@@ -19,7 +19,7 @@ class Changes:
     def __init__(self) -> None:
         self._terms: dict[str, dict[str, Any]] = {}
         self._sizes: dict[str, Any] = {}
-        self.is_released = False
+        self._is_released = False
 
     def done(self, verb: str, arguments: tuple[Any, ...]) -> None:
         """A method of a core was called, and has changed what it says."""
@@ -30,7 +30,7 @@ class Changes:
                 asked = {"device_bytes": request.device_bytes, "host_bytes": request.host_bytes}
                 self._sizes |= {name: size for name, size in asked.items() if size is not None}
             case ((Core.release_memory.__name__ | Core.resume_memory.__name__), _):
-                self.is_released = verb == Core.release_memory.__name__
+                self._is_released = verb == Core.release_memory.__name__
 
     def calls(self) -> list[tuple[str, tuple[Any, ...]]]:
         """Methods and arguments for an engine that has just started. Terms come first: floors that fit a smaller size
@@ -38,7 +38,7 @@ class Changes:
         calls: list[tuple[str, tuple[Any, ...]]] = [(Core.set_tenant.__name__, each) for each in self._terms.items()]
         sizes = [ResizeRequest(**{name: size}, wait_s=0.0) for name, size in self._sizes.items()]
         calls += [(Core.resize.__name__, (size,)) for size in sizes]
-        return calls + [(Core.release_memory.__name__, (0.0,))] * self.is_released
+        return calls + [(Core.release_memory.__name__, (0.0,))] * self._is_released
 
     async def make_again(self, ask: Callable[[str, tuple[Any, ...]], Awaitable[Any]]) -> None:
         """Make the calls, in any order that the engine takes: floors of tenants fit one after the other only."""

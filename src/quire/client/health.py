@@ -34,10 +34,10 @@ def is_released(statistics: dict[str, Any]) -> bool:
     return statistics.get("kv_asked_bytes") == 0
 
 
-def stuck(statistics: dict[str, Any], *, released: bool = False) -> Iterator[str]:
-    """What does not work, and why, by the last heartbeat, which may come before memory was `released`."""
+def stuck(statistics: dict[str, Any]) -> Iterator[str]:
+    """What does not work, by the last heartbeat, and why."""
     tiers, transfer = statistics.get("tiers") or {}, statistics.get("transfer") or {}
-    if released or is_released(statistics):
+    if is_released(statistics):
         yield "memory: it is released, and all requests wait until it is resumed"
     for lane, seconds in tiers.get("stuck", {}).items():
         yield f"lane {lane}: something is in flight, and nothing has ended for {seconds:.0f} s"

@@ -43,7 +43,9 @@ def engine_plan(
     settings = plan_settings(config).changed(kv_memory=kv_memory, **beside)
     for draft in drafts:
         spec, settings = with_draft_model(spec, settings, draft)
-    return make_plan(spec, settings)
+    plan = make_plan(spec, settings)
+    plan.memory.check_numbers()
+    return plan
 
 
 def configured_plan(config: EngineConfig, found: Mapping[str, Any], kv_memory: int) -> Plan:

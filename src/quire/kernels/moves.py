@@ -149,7 +149,7 @@ class Moves:
         """Copy the pieces of row `sources[i]` to row `targets[i]`, int64 `[n]`. All are read before any is written."""
         for _, part in pieces.parts:
             if pieces.entries == 1:  # whole frames: a fifth of what indexing costs
-                frames = part[:, :, 0]  # of parts of frames, `index_select` would copy all first
+                frames = part[:, :, 0]  # `index_select` would copy all, where these are parts
                 read = frames.index_select(1, sources) if part.is_contiguous() else frames[:, sources]
                 frames.index_copy_(1, targets, read)
             else:

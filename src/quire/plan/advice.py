@@ -55,10 +55,10 @@ def options_to_fit(plan: Plan, replan: Replan) -> tuple[Option, ...]:
 
 def _in_an_arena(plan: Plan, replan: Replan) -> Option | None:
     """The memory as it is, shared by both groups."""
-    if plan.settings.arena or not _fits(replan, changed := plan.settings.changed(arena=True)):
+    other = None if plan.settings.arena else _try(replan, plan.settings.changed(arena=True))
+    if other is None or not other.fits:
         return None
-    requests = replan(changed).requests_at(plan.context)
-    return Option(change="arena", value="on", requests=requests, length=plan.context)
+    return Option(change="arena", value="on", requests=other.requests_at(plan.context), length=plan.context)
 
 
 def _lower_context(plan: Plan, replan: Replan) -> Option | None:

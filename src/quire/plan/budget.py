@@ -120,7 +120,8 @@ class MemoryPlan:
         on_host = self.groups_on_host
         return sum(group.layout.bytes_per_frame for index, group in enumerate(self.groups) if index not in on_host)
 
-    def __post_init__(self) -> None:
+    def check_numbers(self) -> None:
+        """Raise PlanError if a cache of this plan would need numbers of more than 32 bits."""
         rows, tokens = self.max_requests * self.pages_per_row, self.num_pages * self.tokens_per_page
         if rows >= MOST_IDS:
             raise PlanError(

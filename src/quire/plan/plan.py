@@ -97,31 +97,33 @@ class Plan:
         one, two = (group.layout.bytes_per_frame for group in plan.groups)
         arena, options = ArenaLayout(budget, (one, two)), self.configurator.options
         least = pages_for(options.window_tokens(other.reach, self.page_size), self.tokens_per_page)
-        max_requests = settings.concurrency or settings.max_running_requests
+        max_requests = max(1, self._asked // settings.parallel.dp)
         if other.reach.in_place:
             least = plan.tokens_per_step
             max_requests = min(max_requests, options.requests_in(arena.most(1 - full)))
         num_pages = arena.most(full, least)
+        if settings.max_total_tokens is not None:
+            num_pages = min(num_pages, settings.max_total_tokens // self.tokens_per_page)
         if num_pages < 1:
             return plan
-        max_requests = max(1, max_requests // settings.parallel.dp)
-        return replace(plan, arena=arena, num_pages=num_pages, max_requests=max_requests)
+        return replace(plan, arena=arena, num_pages=num_pages, max_requests=max(1, max_requests))
 
     def room_in_arena(self, length: int, *, beside_cache: bool = False) -> int | None:
         """Requests of `length` tokens that an arena of this rank has room for, with the states that each uses; None if
-        its groups share none. `beside_cache`: those that run at once where a part is spared for what is cached."""
+        its groups share none. `beside_cache`: those that run at once, with one state each and those after drafts, where
+        a part is spared for what is cached. Of the largest request one runs."""
         plan = self.floating
         if plan.arena is None:
             return None
         pages, frames = max(1, plan.pages_of(length)), []
         for group in plan.groups:
             kept = pages_for(self.configurator.options.window_tokens(group.reach, self.page_size), self.tokens_per_page)
-            states = self.configurator.options.states_per_request + plan.tokens_per_step - 1
+            states = 1 if beside_cache else self.configurator.options.states_per_request
+            states += plan.tokens_per_step - 1
             frames.append(states if group.reach.in_place else pages if group.reach.kind == "full" else min(pages, kept))
         each = sum(n * stride for n, stride in zip(frames, plan.arena.strides, strict=True))
-        found = plan.arena.room // each
-        if beside_cache:
-            found = max(min(1, found), (plan.arena.room - plan.arena.room // SPARED) // each)
+        spared = plan.arena.room // SPARED if beside_cache and self.settings.enable_prefix_caching else 0
+        found = max((plan.arena.room - spared) // each, int(length <= plan.largest_request))
         return found * self.settings.parallel.dp
 
     @property
@@ -176,12 +178,20 @@ class Plan:
     def max_running_requests(self) -> int:
         """Requests that may run at once, over all attention groups: as given, by default 256, limited by the states
         and by the hot buffers."""
-        memory = self.memory
-        return self._running_in_pools if memory.arena is None else memory.max_requests * self.settings.parallel.dp
+        arena = self.memory.arena
+        if arena is None:
+            return self._running_in_pools
+        states = [at for at, group in enumerate(self.memory.groups) if group.reach.in_place]
+        most = [self.configurator.options.requests_in(arena.most(at)) * self.settings.parallel.dp for at in states]
+        return min(self._asked, *(max(1, n) for n in most)) if most else self._asked
+
+    @property
+    def _asked(self) -> int:
+        return self.settings.concurrency or self.settings.max_running_requests
 
     @property
     def _running_in_pools(self) -> int:
-        found, dp = [self.settings.concurrency or self.settings.max_running_requests], self.settings.parallel.dp
+        found, dp = [self._asked], self.settings.parallel.dp
         if self.state_slots is not None:
             found.append(self.configurator.options.requests_in(self.state_slots) * dp)
         return min(found + [pool.requests * dp for pool in self.config.pools if pool.per_request])
@@ -212,8 +222,8 @@ class Plan:
     def requests_at(self, length: int) -> int:
         """Requests of `length` tokens, prompt and output together, that run at once, over all attention groups."""
         room = self.room_for(length)
-        if self.memory.arena is not None and self.settings.enable_prefix_caching:
-            room = min(room, self.room_in_arena(length, beside_cache=True) or 0)
+        if self.memory.arena is not None and length <= self.largest_request:
+            room = self.room_in_arena(length, beside_cache=True) or 0
         return min(room, self.max_running_requests)
 
     def room_for(self, length: int) -> int:
@@ -294,4 +304,4 @@ def _sized(plan: Plan, tokens: int, num_bytes: int = 0) -> MemoryPlan:
     solve, whole = plan.configurator.calculate_pool_sizes_from_max_tokens, plan.memory
     config = solve(tokens, plan.page_size, available_bytes=plan.kv_bytes)
     sized = replace(plan, config=config, stages=(config,), kv_bytes=num_bytes)
-    return (sized.memory if num_bytes else sized.split).within(whole)
+    return (sized.memory if num_bytes and whole.arena is not None else sized.split).within(whole)

@@ -130,13 +130,14 @@ def _limits(plan: Plan) -> Iterator[str]:
     if settings.concurrency is not None and plan.max_running_requests < settings.concurrency:
         limit = "hot buffers" if plan.state_slots is None else "states"
         yield f"{plan.max_running_requests:,} requests may run at once: there are {limit} for no more."
-    if plan.state_slots is not None and plan.state_slots < options.states_per_request:
+    in_pools = plan.memory.arena is None
+    if in_pools and plan.state_slots is not None and plan.state_slots < options.states_per_request:
         yield (
             f"a request uses {options.states_per_request} states and there are {plan.state_slots}: it runs with one, "
             "and little or nothing of its prompt can be reused."
         )
     chunk = settings.max_num_batched_tokens
-    for pool in plan.config.pools if settings.swa_full_tokens_ratio is not None else ():
+    for pool in plan.config.pools if in_pools and settings.swa_full_tokens_ratio is not None else ():
         room = pool.frames * step - pool.group.reach.tokens - step
         if pool.group.reach.kind != "full" and 0 < room < chunk:
             yield f"the pool '{pool.name}' has room for steps of {room:,} prompt tokens, not {chunk:,}."
@@ -224,7 +225,8 @@ def tenants_as_dict(terms: Sequence[TenantTerms], plan: Plan, largest: Sequence[
 
     def of(amount: Amount) -> dict[str, int]:
         share = min(1.0, amount.of(memory.room_bytes))
-        return {"bytes": int(share * memory.room_bytes), "tokens": int(share * memory.num_tokens)}
+        size = min(amount.bytes, memory.room_bytes) or int(share * memory.room_bytes)
+        return {"bytes": size, "tokens": int(share * memory.num_tokens)}
 
     return [
         {

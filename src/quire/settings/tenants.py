@@ -23,6 +23,7 @@ from quire.settings.setting import parse_bytes
 
 DEFAULT_TENANT = "default"
 MOST_TENANTS = 1024
+_NEARLY = 1 + 1e-12  # times a share: the float of a whole number may be a little below it
 _TERMS = ("floor", "ceiling", "weight")
 _HOW = 'write a share or a size: "25%" or "8GiB".'
 
@@ -118,13 +119,13 @@ def tenants_of(found: Any) -> tuple[TenantTerms, ...]:
 
 def check_tenants(tenants: Sequence[TenantTerms], total: int, least: float) -> None:
     """Raise InvalidInput unless the floors fit together in `total` bytes of KV memory, each within its ceiling, and no
-    ceiling is below the `least` share that a page of a request takes."""
+    ceiling is below the `least` share that the smallest request takes."""
     for each in tenants:
         floor, ceiling = each.floor.of(total), each.ceiling.of(total) if each.ceiling is not None else math.inf
-        if ceiling < least:
-            share = f"{least + 5e-5:.2%}"
-            told = f"tenant '{each.name}' has a ceiling of {each.ceiling}, and a page takes {share} of the memory."
-            raise InvalidInput(told, fix=f"give it {share} or more, or no key.")
+        if ceiling * _NEARLY < least:
+            size = math.ceil(least * total)
+            told = f"tenant '{each.name}' has a ceiling of {each.ceiling}, and the smallest request takes {least:.2%}"
+            raise InvalidInput(f"{told} of the memory, {size:,} bytes.", fix=f"give it {size} or more.")
         if floor > ceiling:
             need, have = f"a floor of {each.floor}", f"a ceiling of {each.ceiling}"
             raise InvalidInput(f"tenant '{each.name}' has {need} and {have}.", fix="lower the floor.")
@@ -133,7 +134,7 @@ def check_tenants(tenants: Sequence[TenantTerms], total: int, least: float) -> N
         told = ", ".join(f"'{name}' {share:.1%}" for name, share in promised.items())
         sizes = sum(each.floor.bytes for each in tenants)
         rest = 1 - sum(each.floor.share for each in tenants if not each.floor.bytes)
-        more = f", or have {math.ceil(sizes / rest):,} bytes of KV memory" if rest > 0 else ""
+        more = f", or have room for {math.ceil(sizes / rest):,} bytes of frames" if sizes and rest > 1e-6 else ""
         raise InvalidInput(
             f"the floors need {sum(promised.values()):.1%} of the KV memory of {total:,} bytes: {told}.",
             fix=f"lower them to 100 % together{more}.",
