@@ -32,8 +32,12 @@ def check_model(config: EngineConfig) -> Plan | None:
         check_tokenizer(folder)
     found = read_model_config(config.model, config.revision)[0]
     check_features(config)
+    if config.kv_memory is None:
+        return None
     with suppress(InvalidInput, UnsupportedModel):
-        return configured_plan(config, found, config.kv_memory) if config.kv_memory is not None else None
+        plan = configured_plan(config, found, config.kv_memory)
+        plan.memory.check_numbers()
+        return plan
     return None
 
 

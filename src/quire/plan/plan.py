@@ -102,8 +102,6 @@ class Plan:
             least = plan.tokens_per_step
             max_requests = min(max_requests, options.requests_in(arena.most(1 - full)))
         num_pages = arena.most(full, least)
-        if settings.max_total_tokens is not None:
-            num_pages = min(num_pages, settings.max_total_tokens // self.tokens_per_page)
         if num_pages < 1:
             return plan
         return replace(plan, arena=arena, num_pages=num_pages, max_requests=max(1, max_requests))

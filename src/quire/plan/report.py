@@ -126,7 +126,8 @@ def _limits(plan: Plan) -> Iterator[str]:
     if kv_heads < ranks and settings.parallel.dcp == 1:
         yield f"{kv_heads} KV heads on {ranks} ranks: each head is held by {ranks // kv_heads} of them."
     if _capped(plan):
-        yield f"capped at {settings.max_total_tokens:,} tokens; every pool follows the cap."
+        what = "every pool follows the cap" if plan.memory.arena is None else "the arena has the bytes of such pools"
+        yield f"capped at {settings.max_total_tokens:,} tokens; {what}."
     if settings.concurrency is not None and plan.max_running_requests < settings.concurrency:
         limit = "hot buffers" if plan.state_slots is None else "states"
         yield f"{plan.max_running_requests:,} requests may run at once: there are {limit} for no more."

@@ -168,8 +168,8 @@ class IdPool:
     def moved(self, sources: Ids, targets: Ids) -> None:
         """Ids `targets`, which were free or withdrawn, are allocated instead of `sources`, beyond the limit."""
         self._out[sources], self._out[targets] = False, True
-        self._withdrawn = np.concatenate((np.setdiff1d(self._withdrawn, targets), sources))
-        self._set_free(np.setdiff1d(self._ring[: self._num_free], targets))
+        self._withdrawn = np.concatenate((self._withdrawn[~self._out[self._withdrawn]], sources))
+        self._set_free((free := self._ring[: self._num_free])[~self._out[free]])  # in order since `inwards`
 
     def set_apart(self, at: int) -> None:
         """An allocated id has wrong bytes. In this class no other id has these."""
