@@ -89,30 +89,27 @@ def an_extent_only_grows(patch: Patch) -> None:
     patch.setattr(EndPool, "_vacate", vacate)
 
 
-@mutant("arenas", "a request goes on from the place where its last checkpoint was before it moved")
-def a_previous_frame_is_not_told(patch: Patch) -> None:
+def forgets(patch: Patch, name: str) -> None:
+    """An array of a group's states keeps the places that frames had before they moved."""
     real = StateGroup.moved
 
     def moved(group: StateGroup, sources: Any, targets: Any) -> Any:
-        before = group._previous_frame.copy()
+        before = getattr(group, name).copy()
         pages = real(group, sources, targets)
-        group._previous_frame[:] = before
+        getattr(group, name)[:] = before
         return pages
 
     patch.setattr(StateGroup, "moved", moved)
+
+
+@mutant("arenas", "a request goes on from the place where its last checkpoint was before it moved")
+def a_previous_frame_is_not_told(patch: Patch) -> None:
+    forgets(patch, "_previous_frame")
 
 
 @mutant("arenas with drafts", "states after drafts are written where they were before they moved")
 def draft_frames_are_not_told(patch: Patch) -> None:
-    real = StateGroup.moved
-
-    def moved(group: StateGroup, sources: Any, targets: Any) -> Any:
-        before = group._draft_frames.copy()
-        pages = real(group, sources, targets)
-        group._draft_frames[:] = before
-        return pages
-
-    patch.setattr(StateGroup, "moved", moved)
+    forgets(patch, "_draft_frames")
 
 
 @mutant("arenas", "a checkpoint that is not settled yet is stored from where it was before it moved")
