@@ -30,7 +30,7 @@ from quire.plan.budget import MemoryPlan
 from quire.prefix.node import Node
 from quire.prefix.radix_cache import RadixCache
 from quire.prefix.tenant_policies import TenantShares
-from quire.settings.tenants import TenantTerms, check_tenants
+from quire.settings.tenants import NEARLY, TenantTerms, check_tenants
 from quire.spec.events import Namespace
 from quire.spec.ids import Bools, Ids, Tier
 from quire.spec.pages import pages_for
@@ -184,7 +184,7 @@ class Tenants(TenantShares):
             total_bytes = max(1, int(self._unit_bytes @ totals))
             floors = [min(1.0, each.floor.of(total_bytes)) for each in self.terms]
             ceilings = [_ENDLESS if each.ceiling is None else each.ceiling.of(total_bytes) for each in self.terms]
-            parts = [np.array(part) * (1 + 1e-12) for part in (floors, ceilings)]  # no whole number becomes one less
+            parts = [np.array(part) * NEARLY for part in (floors, ceilings)]
             found = [(totals[:, None] * part).astype(np.int64) for part in parts]
             promised = np.maximum(1, found[0].sum(axis=1))
             exact = found[0].astype(object)  # bytes times bytes are more than 64 bits hold

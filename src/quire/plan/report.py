@@ -26,20 +26,19 @@ def ledger_of(plan: Plan, lines: Sequence[Line]) -> tuple[Line, ...]:
     """`lines`, then a line for every other byte of the budget, and the tables on the host."""
     pools, settings, memory = plan.config.pools, plan.settings, plan.memory
     found, arena = list(lines), plan.memory.arena
-    padding = sum(pool.bytes_per_frame for pool in pools if not pool.on_host)
     for pool in pools if arena is None else ():
         size, frames, where = pool.bytes_per_frame, pool.frames, "host" if pool.on_host else "device"
         why = f"{frames:,} frames of {size:,} bytes: {pool.why}"
         taken = pool.bytes if pool.on_host else frames * size
         found.append(Line(name=f"pool {pool.name}", bytes=taken, why=why, where=where))
-    used = plan.config.bytes
+    padding, used = sum(pool.bytes_per_frame for pool in pools if not pool.on_host), plan.config.bytes
     if arena is not None:
         most = " or ".join(
             f"{arena.most(at):,} frames of {stride:,} bytes of '{group.name}'"
             for at, (group, stride) in enumerate(zip(memory.groups, arena.strides, strict=True))
         )
         found.append(Line(name="arena", bytes=arena.room, why=f"{most}, or some of both, as requests come"))
-        padding = sum(arena.strides)
+        padding = sum(arena.strides)  # one frame of each group, whatever pools these would have
         used = arena.room + padding
     found.append(Line(name="padding", bytes=padding, why="frame 0 of every pool, where padded tokens write"))
     if settings.graph_bytes:

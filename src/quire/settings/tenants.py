@@ -23,7 +23,7 @@ from quire.settings.setting import parse_bytes
 
 DEFAULT_TENANT = "default"
 MOST_TENANTS = 1024
-_NEARLY = 1 + 1e-12  # times a share: the float of a whole number may be a little below it
+NEARLY = 1 + 1e-12  # times a share: the float of a whole number may be a little below it
 _TERMS = ("floor", "ceiling", "weight")
 _HOW = 'write a share or a size: "25%" or "8GiB".'
 
@@ -122,7 +122,7 @@ def check_tenants(tenants: Sequence[TenantTerms], total: int, least: float) -> N
     ceiling is below the `least` share that the smallest request takes."""
     for each in tenants:
         floor, ceiling = each.floor.of(total), each.ceiling.of(total) if each.ceiling is not None else math.inf
-        if ceiling * _NEARLY < least:
+        if ceiling * NEARLY < least:
             size = math.ceil(least * total)
             told = f"tenant '{each.name}' has a ceiling of {each.ceiling}, and the smallest request takes {least:.2%}"
             raise InvalidInput(f"{told} of the memory, {size:,} bytes.", fix=f"give it {size} or more.")

@@ -29,6 +29,7 @@ def native_copy_rows() -> Callable[[Rows, Rows, Ids, Ids], None] | None:
     def copy(source: Rows, target: Rows, sources: Ids, targets: Ids) -> None:
         assert source.strides[1] == target.strides[1] == 1 and source.shape[1] == target.shape[1]
         at, to = (np.ascontiguousarray(each, dtype=np.int32) for each in (sources, targets))
+        assert len(at) == len(to), "a target for each source"
         rows = (source.ctypes.data, source.strides[0], target.ctypes.data, target.strides[0])
         call(*rows, source.shape[1], len(at), at.ctypes.data, to.ctypes.data)
 
