@@ -109,11 +109,13 @@ class Noted:
 
 
 class FakeStream:
-    """A stream: work that is done when the host waits for it. `clock` is what its next work follows."""
+    """A stream: work that is done when the host waits for it. `clock` is what its next work follows. It keeps its
+    device: who failed there may wait for it late, when memory is collected."""
 
-    def __init__(self, device: Any = None, **_: Any) -> None:
+    def __init__(self, device: Any = None, *, cuda: FakeCuda | None = None, **_: Any) -> None:
         self.number = next(_numbers)
         self.device = device
+        self.cuda = cuda or FakeCuda.current()
         self.pending: list[Callable[[], None]] = []
         self.done = 0
         self.clock: Clock = {}
@@ -126,8 +128,8 @@ class FakeStream:
                 self.done += 1
 
     def synchronize(self) -> None:
-        FakeCuda.current().note("stream.synchronize")
-        FakeCuda.current().races.join_host(self.clock)
+        self.cuda.note("stream.synchronize")
+        self.cuda.races.join_host(self.clock)
         self.reach(len(self.pending))
 
     def wait_stream(self, other: FakeStream) -> None:
@@ -146,14 +148,15 @@ class FakeStream:
 
 
 class FakeEvent:
-    """An event: a place in a stream."""
+    """An event: a place in a stream of its device, which stays as long as it."""
 
     def __init__(self, **_: Any) -> None:
+        self._cuda = FakeCuda.current()
         self._at: tuple[FakeStream, int] | None = None
         self.clock: Clock = {}
 
     def record(self, stream: FakeStream | None = None) -> None:
-        stream = stream or FakeCuda.current().stream
+        stream = stream or self._cuda.stream
         self._at = stream, len(stream.pending)
         self.clock = dict(stream.clock)
 
@@ -169,8 +172,8 @@ class FakeEvent:
         return 1e-3
 
     def synchronize(self) -> None:
-        FakeCuda.current().note("event.synchronize")
-        FakeCuda.current().races.join_host(self.clock)
+        self._cuda.note("event.synchronize")
+        self._cuda.races.join_host(self.clock)
         self.reach()
 
 
@@ -302,7 +305,7 @@ class FakeCuda:
         self._pinned: dict[int, Tensor] = {}  # by address; none is freed, so that no address means two things
         self.registered: list[tuple[int, int]] = []  # memory of the host: start, stop
         self.most_registered = 1 << 62  # bytes
-        self._default = FakeStream()
+        self._default = FakeStream(cuda=self)
         self._of_thread = threading.local()
         self.num_copies = 0  # to the device, while watched
         self._capturing = threading.local()

@@ -273,3 +273,16 @@ def test_pinned_memory_that_a_copy_still_reads_is_noted() -> None:
         pinned += 1
         torch.cuda.synchronize()
     assert [noted.what for noted in cuda.noted] == ["pinned memory was written while a copy to the device read it"]
+
+
+def test_who_waits_late_waits_on_the_device_that_was() -> None:
+    """A test that fails leaves copies in flight, and what is collected later waits for them."""
+    cuda = FakeCuda()
+    with cuda.installed():
+        found, event = torch.zeros(4, pin_memory=True), torch.cuda.Event()
+        found.copy_(torch.arange(4.0, device=CUDA), non_blocking=True)
+        event.record()
+        stream = torch.cuda.current_stream()
+    event.synchronize()
+    assert found.tolist() == [0, 1, 2, 3]
+    stream.synchronize()
