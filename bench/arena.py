@@ -57,6 +57,7 @@ MODELS = {
     "Nemotron-3-Nano": ("nvidia__NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", 10),
     "Qwen3.5-35B": ("Qwen__Qwen3.5-35B-A3B", 16),
     "MiMo-V2-Flash": ("XiaomiMiMo__MiMo-V2-Flash", 12),
+    "DeepSeek-V4-Flash": ("deepseek-ai__DeepSeek-V4-Flash", 4),
 }
 """The configuration in `../shared/data/configs`, and the budget in GB."""
 SHORT, LONG = (300, 2_000), (16_000, 100_000)

@@ -10,7 +10,7 @@ import pytest
 
 from quire.models.hf import LoadedModel
 from quire.models.registry import REFUSED
-from quire.plan.plan import may_share
+from quire.plan.plan import in_arena
 from quire.scheduler.chunk_budget import LEAST_TOKENS
 from quire.scheduler.sampling_params import SamplingParams
 from quire.spec.model import ModelSpec
@@ -121,7 +121,7 @@ def test_starved(name: str) -> None:
 SHARING = [
     name
     for name in SERVED
-    if name not in SPARSE and may_share(ModelSpec.from_config(published(name)).groups(PAGES_OF_ARENAS[0]))
+    if name not in SPARSE and in_arena(ModelSpec.from_config(published(name)).groups(PAGES_OF_ARENAS[0]))
 ]
 """Models of two groups that may have an arena."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -63,33 +64,56 @@ def test_mixed_schedule_equals_the_plain_model(page_size, steps, settings, tmp_p
     assert Schedule(steps, page_size=page_size).largest_error(model, reference) < 1e-4
 
 
-def test_generated_tokens_equal_those_of_transformers(tmp_path):
-    model = load_model(save(tmp_path))
+def case_of(folder: Path, seed: int = 7) -> tuple[LoadedModel, list[list[int]], list[list[int]]]:
+    """A model, prompts of which some begin alike, and what transformers generates."""
     reference = build_hybrid("deepseek_v4", **HEADS)
-    prompts = shared_prompts(7, shared=128, tails=(3, 120, 11, 1, 200), vocabulary=VOCAB_SIZE)
-    expected = [generated(reference, prompt, GREEDY.max_tokens) for prompt in prompts]
+    prompts = shared_prompts(seed, shared=128, tails=(3, 120, 11, 1, 200), vocabulary=VOCAB_SIZE)
+    return load_model(save(folder)), prompts, [generated(reference, prompt, GREEDY.max_tokens) for prompt in prompts]
+
+
+def test_generated_tokens_equal_those_of_transformers(tmp_path):
+    model, prompts, expected = case_of(tmp_path)
     core = core_for(model, page_size=128, max_num_batched_tokens=150)
     assert run(core, prompts, GREEDY, "cold") == expected
     assert run(core, prompts, GREEDY, "warm") == expected
     assert core.statistics()["hit_tokens"] > 0
-    check_starved(model, prompts, expected)
+    assert check_starved(model, prompts, expected, pages=7, windows=5)["frames"]["window"]["dropped"] > 0
 
 
-def check_starved(model: LoadedModel, prompts: list[list[int]], expected: list[list[int]]) -> None:
-    """In pools of seven pages and five of windows, which are dropped and computed again with their rings."""
+def test_keys_of_indexers_lie_beside_latents_in_an_arena(tmp_path):
+    """Prompts of two beginnings push each other to host memory, and come back."""
+    (model, prompts, expected), (_, *others) = case_of(tmp_path), case_of(tmp_path, seed=8)
+    prompts, expected = prompts + others[0], expected + others[1]
+    found = check_starved(model, prompts, expected, pages=3, windows=3, arena=True, canary="all", host_memory=2**22)
+    assert sorted(found["frames"]) == ["full", "window"]
+    assert found["tiers"]["loaded_bytes"] > 0 and not found["canary"]["found_pages"]
+
+
+def check_starved(
+    model: LoadedModel,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    *,
+    pages: int,
+    windows: int,
+    **settings: Any,
+) -> Any:
+    """In pools of few pages and windows, which are dropped and computed again with their rings."""
     core = tight_core(
         model,
-        num_tokens=7 * 128,
-        window_tokens=5 * 128,
+        num_tokens=pages * 128,
+        window_tokens=windows * 128,
         page_size=128,
         max_num_batched_tokens=70,
         max_running_requests=3,
+        **settings,
     )
     for turn in range(2):
         assert run(core, prompts, GREEDY, f"turn{turn}") == expected
+    core.audit()
     statistics = core.statistics()
     assert statistics["hit_tokens"] > 0
-    assert statistics["frames"]["window"]["dropped"] > 0
+    return statistics
 
 
 def test_what_is_kept(tmp_path):

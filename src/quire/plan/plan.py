@@ -20,16 +20,22 @@ from quire.plan.mix import Mix
 from quire.plan.settings import PlanSettings
 from quire.spec.arena import SPARED, ArenaLayout
 from quire.spec.group import GroupSpec
+from quire.spec.layout import PageLayout
 from quire.spec.model import ModelSpec
 from quire.spec.pages import pages_for
 
 _MOST_PASSED_PAGES = 2**20  # some 20 bytes of host memory each
 
 
-def may_share(groups: Sequence[GroupSpec]) -> bool:
-    """Whether frames of these groups can share an arena: one of two is read whole, and the other is not."""
-    whole = [group.reach.kind == "full" for group in groups]
-    return len(whole) == 2 and whole[0] != whole[1]
+def in_arena(groups: Sequence[GroupSpec]) -> tuple[GroupSpec, ...]:
+    """The groups of an arena, of which one is read whole; none if these cannot share one. Groups that are read whole,
+    such as latents and keys of an indexer, have frames for the same pages: in an arena they are one."""
+    whole, others = (tuple(group for group in groups if group.reach.whole is each) for each in (True, False))
+    if not whole or len(others) != 1:
+        return ()
+    fields = tuple(field for group in whole for field in group.layout.fields)
+    one = replace(whole[0], layout=PageLayout(whole[0].layout.page_size, fields))
+    return tuple(one if group is whole[0] else group for group in groups if group in (whole[0], *others))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,12 +95,13 @@ class Plan:
         """`split` with an arena, if its groups may share one. Its bytes are all of the budget, and no more requests run
         than it has states for."""
         plan, settings = self.split, self.settings
-        if not may_share(plan.groups) or plan.groups_on_host or len(self.stages) > 1:
+        groups = in_arena(plan.groups)
+        if not groups or plan.groups_on_host or len(self.stages) > 1:
             return plan
-        full = int(plan.groups[1].reach.kind == "full")
-        other = plan.groups[1 - full]
+        full = int(groups[1].reach.whole)
+        other = groups[1 - full]
         budget = self.kv_bytes if settings.max_total_tokens is None else self.config.bytes
-        one, two = (group.layout.bytes_per_frame for group in plan.groups)
+        one, two = (group.layout.bytes_per_frame for group in groups)
         arena, options = ArenaLayout(budget, (one, two)), self.configurator.options
         least = pages_for(options.window_tokens(other.reach, self.page_size), self.tokens_per_page)
         max_requests = max(1, self._asked // settings.parallel.dp)
@@ -104,7 +111,17 @@ class Plan:
         num_pages = arena.most(full, least)
         if num_pages < 1:
             return plan
-        return replace(plan, arena=arena, num_pages=num_pages, max_requests=max(1, max_requests))
+        kept = [at for at, group in enumerate(plan.groups) if group.name in (each.name for each in groups)]
+        frames, at_rest = (tuple(counts[at] for at in kept) for counts in (plan.frames, plan.at_rest))
+        return replace(
+            plan,
+            groups=groups,
+            frames=frames,
+            at_rest=at_rest,
+            arena=arena,
+            num_pages=num_pages,
+            max_requests=max(1, max_requests),
+        )
 
     def room_in_arena(self, length: int, *, beside_cache: bool = False) -> int | None:
         """Requests of `length` tokens that an arena of this rank has room for, with the states that each uses; None if

@@ -24,7 +24,7 @@ from quire.plan.devices import MOVE_BYTES, Line, working_memory
 from quire.plan.hisparse import hot_buffers, selecting
 from quire.plan.hisparse_pools import HiSparsePoolConfigurator
 from quire.plan.mix import Mix, uniform
-from quire.plan.plan import Plan, may_share
+from quire.plan.plan import Plan, in_arena
 from quire.plan.report import ledger_of, notes_of
 from quire.plan.settings import PlanSettings
 from quire.plan.speculation import draft_weight_lines, feature_lines, with_draft_layers
@@ -262,7 +262,7 @@ def _device_lines(
 def move_lines(settings: PlanSettings, groups: Sequence[GroupSpec]) -> tuple[Line, ...]:
     """The ledger's line of memory through which frames of an arena move; empty without one, or without a device."""
     within_rest = settings.mem_fraction_static is not None and settings.measured is None
-    if not settings.arena or settings.rank_device is None or within_rest or not may_share(groups):
+    if not settings.arena or settings.rank_device is None or within_rest or not in_arena(groups):
         return ()
     return (Line(name="moves", bytes=MOVE_BYTES, why="frames that move in the arena are copied through it"),)
 
