@@ -294,6 +294,7 @@ def test_what_its_server_was_told_is_part_of_the_key(extra: dict[str, Any], mode
     for options in (
         {"kv_cache_dtype": "fp8_e5m2"},
         {"kv_cache_dtype": "fp8_e4m3", "json_model_override_args": '{"a": 1}'},
+        {"kv_cache_dtype": "fp8_e4m3", "dtype": "float16"},
     ):
         served(model, **options)
         with opened(shape, extra) as cache:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from quire.connectors import checked_store, job
 from quire.connectors.checked_store import CheckedStore, ChunkKey
-from quire.errors import InvalidInput
+from quire.errors import InvalidInput, StoreError
 from quire.memory.record import HEADER_BYTES, RecordFormat
 from quire.testing.stores.dict_store import DictStore
 from quire.testing.stores.wrapped_store import LIES, FaultyStore, WrappedStore
@@ -431,3 +431,108 @@ def check_store() -> None:
         test_a_store_that_hangs(patch)
     check_hung_reads()
     test_a_job_is_given_up_once()
+
+
+def test_jobs_for_a_store_that_hangs_are_in_no_queue() -> None:
+    """Each is answered at once, and nobody would take it from there."""
+    store = Hanging()
+    with closing(CheckedStore(store, FACTS, SIZES, deadline_s=0.1, threads=1)) as engine:
+        for _ in range(2):  # both threads
+            assert engine.submit_exists([key(1)]).wait() == [RETRY]
+        waiting = engine._askers._jobs.qsize()
+        assert [engine.submit_exists([key(1)]).poll() for _ in range(50)] == [[RETRY]] * 50
+        assert engine._askers._jobs.qsize() == waiting
+        store.lets_go.set()
+
+
+class Asked(DictStore):
+    """Says what is asked in one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[int] = []
+
+    def exists(self, keys: Sequence[StoreKey]) -> list[Answer]:
+        self.asked.append(len(keys))
+        return super().exists(keys)
+
+
+def test_a_long_prompt_is_asked_for_in_parts() -> None:
+    """A bucket needs a request for each key: between parts a job says that it goes on."""
+    store, names = Asked(), [key(number) for number in range(2000)]
+    with closing(checked(store)) as engine:
+        engine.save([names[0], names[1999]], [payload(0), payload(1999)])
+        store.asked.clear()
+        assert engine.exists(names) == [HIT, *[MISS] * 1998, HIT]
+        assert len(store.asked) == 4 and max(store.asked) <= 512 + 2
+
+
+class Sending(DictStore):
+    """Reads payloads in `complete`, as stores on a server do; `meanwhile` is called before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meanwhile: Any = None
+        self.completed: list[int] = []
+
+    def complete(self, keys: Sequence[StoreKey], ok: Sequence[bool]) -> list[Answer]:
+        if any(ok) and self.meanwhile is not None:
+            self.meanwhile()
+        self.completed.append(sum(ok))
+        return super().complete(keys, ok)
+
+
+def test_a_job_that_expires_while_it_sends_leaves_nothing() -> None:
+    """Each part is sent by itself, within a deadline of its own; of one that came too late nothing is found."""
+    store = Sending()
+    with closing(checked(store)) as engine, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checked_store, "_SAVED_BYTES", 2 * SIZES[0])
+        names, pages = [key(number) for number in range(6)], [payload(number) for number in range(6)]
+        assert engine.save(names, pages) == [HIT] * 6
+        assert len(store.completed) > 3 and max(store.completed) <= 3
+        late = [key(number) for number in range(10, 12)]
+        work = engine._job(engine._writers, engine._save, late, pages[:2], deadline_s=0.05)
+
+        def expires() -> None:
+            while work.poll() is None:
+                time.sleep(0.01)
+
+        store.meanwhile = expires
+        work.run()
+        store.meanwhile = None
+        assert work.expired and engine.exists(late) == [MISS] * 2
+        assert engine.counts["saved"] == 6
+
+
+def test_a_store_that_raises_between_prepare_and_complete_keeps_no_key() -> None:
+    class Raises(DictStore):
+        raises = True
+
+        def put(self, keys: Sequence[StoreKey], records: Sequence[Record]) -> list[Answer]:
+            if self.raises:
+                raise OSError("a stale handle")
+            return super().put(keys, records)
+
+    store = Raises()
+    with closing(checked(store)) as engine:
+        assert engine.save([key(1)], [payload(1)]) == [RETRY]
+        engine._writers.rest = job.Rest()
+        store.raises = False
+        assert engine.save([key(1)], [payload(1)]) == [HIT], "it is not announced for ever"
+
+
+def test_records_that_could_not_be_removed_are_named() -> None:
+    class Stubborn(DictStore):
+        def remove(self, keys: Sequence[StoreKey]) -> int:
+            return super().remove(keys[1:])
+
+    with closing(checked(Stubborn())) as engine:
+        engine.save([key(1), key(2)], [payload(1), payload(2)])
+        with pytest.raises(StoreError, match="refused the others"):
+            engine.clear()
+
+
+def test_records_that_a_store_does_not_take_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="takes none above"):
+        CheckedStore.open(str(tmp_path / "store"), FACTS, {0: 2 << 20}, capacity=1 << 20)
+    DirectoryStore(tmp_path / "store", None).close()  # and it was closed

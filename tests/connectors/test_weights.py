@@ -81,6 +81,11 @@ def test_a_commit_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     elsewhere.mkdir(parents=True)
     (elsewhere / "main").write_text(other)
     assert weights_identity("org/name", hub=tmp_path / "elsewhere") == f"commit:{other}"
+    (snapshot / "config.json").write_text('{"rope_scaling": null}')  # in place of the link: as model cards say for YaRN
+    changed = weights_identity(snapshot)
+    assert changed.startswith("files:") and weights_identity("org/name") == changed
+    (snapshot / "config.json").write_text('{"rope_scaling": {"type": "yarn"}}')
+    assert weights_identity(snapshot) == weights_identity("org/name") != changed
     for name, revision in (("org/other", None), ("org/name", "v2")):
         with pytest.raises(InvalidInput, match="cannot be told"):
             weights_identity(name, revision)

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from quire.errors import InvalidInput
 from quire.models.hf import LoadedModel
+from quire.testing.stores.dict_store import DictStore
 from tests.changes import TIERS, in_turns
 from tests.covering import few
 from tests.engine.running import run
@@ -121,3 +123,14 @@ def test_requests_with_a_common_beginning_wait_for_one_that_reads_it(tmp_path: P
     assert run(again, PROMPTS, GREEDY) == expected
     assert again.statistics()["hit_tokens"] == sum((len(prompt) - 1) // 4 * 4 for prompt in PROMPTS)
     assert closed(again)["storage_hit_tokens"] > 0
+
+
+def test_records_that_the_store_does_not_take_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would stay empty without a word: values of servers have a limit, which a state may exceed."""
+
+    class Limited(DictStore):
+        largest_record = 100
+
+    monkeypatch.setattr("quire.engine.tier_storage.open_store", lambda *_, **__: Limited())
+    with pytest.raises(InvalidInput, match="takes none above 100"):
+        small(case_of("llama_gqa").model, storage="valkey://127.0.0.1")

@@ -29,7 +29,7 @@ from quire.prefix.hashing import layout_identity, scope_of
 from quire.settings.setting import without_secrets
 from quire.spec.events import Namespace
 from quire.tiers.scope_facts import FACTS_BYTES, Facts, differences, facts_record, read_facts
-from quire.tiers.store import Answer, Counts, Record, RecordViews, Store, StoreKey
+from quire.tiers.store import Answer, Counts, Record, RecordViews, Store, StoreKey, check_records
 from quire.tiers.stores.registry import open_store
 from quire.tiers.tombstones import tombstones_over
 
@@ -42,7 +42,7 @@ NEEDED = ("engine", "model", "weights", "dtype", "page_size", "rank")
 """Facts without which two engines could read each other's bytes."""
 
 _BLOCK = 4096
-_LOADED_BYTES, _SAVED_BYTES = 8 << 20, 32 << 20  # limits of a call of a store; between calls a job goes on
+_LOADED_BYTES, _SAVED_BYTES, _KEYS = 8 << 20, 32 << 20, 512  # limits of a call of a store; between calls a job goes on
 _Work: TypeAlias = "Callable[[Job, Sequence[ChunkKey], Sequence[Record]], None]"
 CLOSE_S = 3.0
 """How long `close` waits for calls in flight."""
@@ -89,7 +89,7 @@ class CheckedStore:
     ) -> None:
         """`payload_bytes` has the bytes of a payload of each part. `deadline_s` bounds how long a job waits for one of
         the `threads`, and then for each few megabytes: so many read, and as many write. Raises InvalidInput for facts
-        that lack a name in `NEEDED`."""
+        that lack a name in `NEEDED`, and for a store that does not take such records."""
         if missing := [name for name in NEEDED if not facts.get(name)]:
             raise InvalidInput(
                 f"records cannot be told from those of other engines without: {', '.join(missing)}.",
@@ -102,6 +102,7 @@ class CheckedStore:
         self.store, self._deadline_s = store, deadline_s
         self._is_open = True
         self._formats = {part: RecordFormat(part, self.scope, size) for part, size in payload_bytes.items()}
+        check_records(store, max(each.num_bytes for each in self._formats.values()))
         self._tombstones = [key for _, key in tombstones_over(self.scope)]
         self._askers = Threads(2, "quire-lookup")
         self._readers = Threads(threads, "quire-load")
@@ -167,8 +168,18 @@ class CheckedStore:
         return self._submit(self._writers, self._touch, keys, counts=None)
 
     def clear(self) -> int:
-        """Remove all records under these facts; returns how many. Raises StoreError if the store cannot be listed."""
-        return self.store.remove([entry.key for entry in self.store.entries(self.scope)])
+        """Remove all records under these facts; returns how many. Raises StoreError if the store cannot be listed, or
+        records remain."""
+        names, removed = [entry.key for entry in self.store.entries(self.scope)], 0
+        for at in range(0, len(names), _KEYS):
+            some = names[at : at + _KEYS]
+            removed += (count := self.store.remove(some))
+            if count < len(some) and any(answer is not Answer.MISS for answer in self.store.exists(some)):
+                raise StoreError(
+                    f"{removed:,} of {len(names):,} records were removed, and the store refused the others.",
+                    fix="try again; if it goes on, look at the store's log.",
+                )
+        return removed
 
     def close(self) -> bool:
         """Let jobs end, at most `CLOSE_S`, and close the store. False: it hangs, and is left to the process's end with
@@ -183,9 +194,10 @@ class CheckedStore:
         return all(have_ended)
 
     def _submit(self, threads: Threads, work: _Work, *given: Any, **more: Any) -> Job:
-        is_lost = threads.hang or not self._is_open
+        is_lost = threads.hang or not self._is_open  # nobody would take it from the queue of one that hangs
         options: dict[str, Any] = {"deadline_s": 0.0 if is_lost else self._deadline_s, "counts": self.counts} | more
-        return threads.add(self._job(threads, work, *given, **options))
+        job = self._job(threads, work, *given, **options)
+        return job if is_lost else threads.add(job)
 
     def _job(
         self, threads: Threads, work: _Work, keys: Sequence[Any], payloads: Sequence[Record] = (), **more: Any
@@ -211,12 +223,14 @@ class CheckedStore:
         return [StoreKey(self.scope, page, part) for page, part in keys]
 
     def _exists(self, job: Job, keys: Sequence[ChunkKey], _: Sequence[Record]) -> None:
-        *answers, wide, narrow = self.store.exists([*self._keys(keys), *self._tombstones])
-        if Answer.HIT in (wide, narrow):
-            answers = [Answer.MISS] * len(keys)
-        elif not wide is narrow is Answer.MISS:
-            return
-        job.tell(dict(enumerate(answers)))
+        for start in range(0, len(keys), _KEYS):
+            *answers, wide, narrow = self.store.exists([*self._keys(keys[start : start + _KEYS]), *self._tombstones])
+            if Answer.HIT in (wide, narrow):
+                answers = [Answer.MISS] * len(answers)
+            elif not wide is narrow is Answer.MISS:
+                return
+            if not job.tell(dict(enumerate(answers, start))):
+                return
 
     def _touch(self, job: Job, keys: Sequence[ChunkKey], _: Sequence[Record]) -> None:
         there = self.store.exists(self._keys(keys))
@@ -284,19 +298,26 @@ class CheckedStore:
         prepared = self.store.prepare(names, [*sizes, FACTS_BYTES])
         self.counts.add(present=prepared[:-1].count(Answer.HIT))
         job.tell({at: answer for at, answer in enumerate(prepared[:-1]) if answer is not Answer.MISS})
-        mine = [at for at, answer in enumerate(prepared) if answer is Answer.MISS]
-        put = list[bool]()
-        for places in self._batches(names, mine, _SAVED_BYTES):
-            records = [self._sealed(names, pieces, at) for at in places]
-            found = self.store.put([names[at] for at in places], records) if job.tell({}) else []
-            is_whole = job.tell({})  # what the engine changes since it gave up is seen by no reader
-            put += [is_whole and answer is Answer.HIT for answer in found or places]
-        done = self.store.complete([names[at] for at in mine], put)
-        saved = [at for at, answer in zip(mine, done, strict=True) if answer is Answer.HIT and at < len(keys)]
-        self.counts.add(saved=len(saved), saved_bytes=sum(pieces[at].num_bytes for at in saved))
-        job.tell(dict.fromkeys(saved, Answer.HIT))
-        if self.log is not None:
-            self.log.saved(self.scope, [names[at] for at in saved])
+        mine = [at for at in (len(keys), *range(len(keys))) if prepared[at] is Answer.MISS]
+        left = {names[at]: None for at in mine}
+        try:
+            for places in self._batches(names, mine, _SAVED_BYTES):
+                own = [names[at] for at in places]
+                found = self.store.put(own, [self._sealed(names, pieces, at) for at in places]) if job.tell({}) else []
+                is_whole = job.tell({})  # what the engine changes since it gave up is seen by no reader
+                put = [is_whole and answer is Answer.HIT for answer in found or places]
+                for name in own:
+                    del left[name]
+                done = self.store.complete(own, put)
+                saved = [at for at, answer in zip(places, done, strict=True) if answer is Answer.HIT and at < len(keys)]
+                if not job.tell(dict.fromkeys(saved, Answer.HIT)):  # the payload may have changed while it was sent
+                    self.store.remove([names[at] for at in saved])
+                    return
+                self.counts.add(saved=len(saved), saved_bytes=sum(pieces[at].num_bytes for at in saved))
+                if self.log is not None:
+                    self.log.saved(self.scope, [names[at] for at in saved])
+        finally:
+            self.store.complete(list(left), [False] * len(left))
 
     def _sealed(self, names: Sequence[StoreKey], pieces: Sequence[RecordViews], at: int) -> Record:
         """The record of a payload; that of the facts after the last one."""

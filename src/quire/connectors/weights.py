@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,16 +31,19 @@ def weights_identity(model: str | Path, revision: str | None = None, hub: str | 
     """What distinguishes the weights of `model`, a folder or a file of weights, or the name of a repository on the Hub.
 
     `commit:` and a commit of the Hub, also for the folder that its cache keeps of one; else `files:` and a digest over
-    `config.json` and all files of weights. `hub` is the cache that the engine loads from, by default huggingface_hub's.
-    Raises InvalidInput if there are none, or a name has no commit here."""
+    `config.json` and all files of weights. So a snapshot is read whose files were changed. `hub` is the cache that the
+    engine loads from, by default huggingface_hub's. Raises InvalidInput if there are none, or a name has no commit
+    here."""
     path = Path(model).expanduser()
     if path.exists():
         return f"commit:{path.resolve().name}" if path.is_dir() and _is_of_hub(path.resolve()) else _digest_of(path)
-    commit = revision or "main"
+    commit, folder = revision or "main", Path(hub or _default_hub()).expanduser()
+    folder /= f"models--{str(model).replace('/', '--')}"
     if not _COMMIT.fullmatch(commit):
-        folder = Path(hub or _default_hub()).expanduser()
-        ref = folder / f"models--{str(model).replace('/', '--')}" / "refs" / commit
+        ref = folder / "refs" / commit
         commit = ref.read_text().strip() if ref.is_file() else ""
+    if (there := folder / "snapshots" / commit).is_dir() and any(_weights_in(there)):
+        return weights_identity(there)
     if not _COMMIT.fullmatch(commit):
         raise InvalidInput(
             f"the weights of '{model}' cannot be told from others: it is no folder, and has no commit here.",
@@ -51,9 +54,14 @@ def weights_identity(model: str | Path, revision: str | None = None, hub: str | 
 
 def _is_of_hub(path: Path) -> bool:
     """Whether this is a snapshot of the Hub's cache, whose files are links to blobs that never change. A copy may."""
-    blobs, files = path.parent.parent / "blobs", [file for file in path.iterdir() if file.suffix in _WEIGHTS]
+    blobs, files = path.parent.parent / "blobs", list(_weights_in(path))
+    files += filter(Path.is_file, [path / "config.json"] if files else [])
     is_named = path.parent.name == "snapshots" and bool(_COMMIT.fullmatch(path.name))
     return is_named and bool(files) and all(file.is_symlink() and file.resolve().parent == blobs for file in files)
+
+
+def _weights_in(path: Path) -> Iterator[Path]:
+    return (file for file in path.iterdir() if file.suffix in _WEIGHTS)
 
 
 def _default_hub() -> str:
@@ -65,7 +73,7 @@ def _default_hub() -> str:
 
 
 def _digest_of(path: Path) -> str:
-    found = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in _WEIGHTS)
+    found = [path] if path.is_file() else sorted(_weights_in(path))
     if not found:
         raise InvalidInput(
             f"'{path}' has no files of weights.", fix=f"give a folder with {', '.join(sorted(_WEIGHTS))}."

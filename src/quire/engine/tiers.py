@@ -47,7 +47,7 @@ from quire.spec.events import Namespace
 from quire.tiers.break_even import BreakEven
 from quire.tiers.mover import ThreadMover
 from quire.tiers.scope_facts import Facts, write_facts
-from quire.tiers.store import Store
+from quire.tiers.store import Store, check_records
 from quire.tiers.transfer import LANES, Lane
 from quire.transfer.handshake import Identity
 
@@ -206,6 +206,8 @@ class EngineTiers:
             undo.callback(self.host.close)
             check_storage_size(config, plan.groups, storage.num_bytes)
             record_bytes = tuple(self.host.format(group).num_bytes for group in range(len(frames)))
+            if self.store is not None:
+                check_records(self.store, max(record_bytes))
             sized = config.changed(storage_size=storage.num_bytes)
             self.resolved = tiers_as_dict(sized, plan, frames, record_bytes, self.host.num_bytes)
             of_frames = partial(CpuFrames, copy=native_copy_rows()) if compute is None else FrameStaging(compute).frames

@@ -87,6 +87,11 @@ class Store(Protocol):
     """One storage backend. Any thread may call any method; answers are in the order of the keys. Opening a store raises
     `StoreError`; after that only `entries` does, if the medium cannot be listed."""
 
+    @property
+    def largest_record(self) -> int | None:
+        """Bytes of the largest record that it takes; None: it has no limit of its own."""
+        return None
+
     def exists(self, keys: Sequence[StoreKey]) -> list[Answer]:
         """Which records could be read now."""
 
@@ -137,6 +142,16 @@ class RecordViews:
             some = data[: max(0, view.nbytes - at)]
             view[at : at + some.nbytes] = some
             data, at = data[some.nbytes :], max(0, at - view.nbytes)
+
+
+def check_records(store: Store, num_bytes: int) -> None:
+    """Raises InvalidInput if a store does not take records of so many bytes, and would stay empty without a word."""
+    most = getattr(store, "largest_record", None)  # a registered store need not have one
+    if most is not None and num_bytes > most:
+        raise InvalidInput(
+            f"a record has {num_bytes:,} bytes, and this store takes none above {most:,}.",
+            fix="give a larger store or another one, a limit of the server that is higher, or smaller pages.",
+        )
 
 
 def write_record(store: Store, key: StoreKey, record: Record) -> Answer:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import resource
 import shutil
 import sqlite3
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -18,9 +21,10 @@ import pytest
 from quire.errors import InvalidInput, StoreError
 from quire.testing.contracts.records import make_key, make_keys, make_record, read, write
 from quire.testing.contracts.store import StoreContract
-from quire.tiers.store import Answer, StoreKey
-from quire.tiers.stores.directory import DirectoryStore
+from quire.tiers.store import Answer, StoreKey, check_records
+from quire.tiers.stores.directory import DirectoryStore, slab_allocator, slab_files
 from quire.tiers.stores.directory.slab_allocator import slot_size
+from quire.tiers.stores.directory.slab_files import SlabFiles
 from quire.tiers.tombstones import delete_scope
 from quire.tiers.transfer import Lane, Transfer
 from tests.tiers.stores.directory_medium import DirectoryMedium
@@ -490,3 +494,116 @@ def test_a_flush_takes_no_room_from_others(tmp_path: Path) -> None:
         assert move.hidden and store.facts().num_slabs == before
         gone = {entry.key for entry in listed} - {entry.key for entry in store.entries()}
         assert len(gone) == 1
+
+
+@pytest.mark.parametrize("passing", [errno.EMFILE, errno.ESTALE])
+def test_what_cannot_be_opened_now_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passing: int) -> None:
+    """A process without descriptors tells nothing of a file, nor does a filesystem of a network that hiccups."""
+    with closing(open_in(tmp_path)) as store:
+        keys = filled(store, 3)
+        really_open, really_stat = slab_files.open_owned, os.fstat
+
+        def fails(*_: object) -> int:
+            raise OSError(passing, os.strerror(passing))
+
+        with monkeypatch.context() as patch:
+            store._files._files.clear()
+            patch.setattr(slab_files, "open_owned", fails)
+            assert store.get(keys, [bytearray(30_000) for _ in keys]) == [Answer.RETRY] * 3
+            assert store.put(keys, [make_record(9, 30_000)] * 3) == [Answer.MISS] * 3
+        assert slab_files.open_owned is really_open and os.fstat is really_stat
+        assert [read(store, key, 30_000) for key in keys] == [make_record(number, 30_000) for number in range(3)]
+        new = StoreKey(b"s" * 16, b"p" * 32, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fstat", fails)  # of files that are open already
+            assert store.prepare([new], [30_000]) == [Answer.MISS], "and what was prepared stays so"
+        assert store.put([new], [make_record(5, 30_000)]) == [Answer.HIT]
+        assert store.complete([new], [True]) == [Answer.HIT]
+        assert read(store, new, 30_000) == make_record(5, 30_000) and store.statistics["lost"] == 0
+
+
+def test_a_disk_that_is_nearly_full_keeps_some_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A slab is made no larger than what is there, and a part of it stays; once it is said."""
+    made: list[int] = []
+    really = slab_allocator.make_file
+
+    def noted(path: Path, num_bytes: int) -> None:
+        made.append(num_bytes)
+        really(path, num_bytes)
+
+    monkeypatch.setattr(slab_allocator, "make_file", noted)
+    there = 900 << 10
+    monkeypatch.setattr(SlabFiles, "free_bytes", property(lambda _: there - sum(made)))
+    with closing(open_in(tmp_path, 64 << 20, slab_bytes=512 << 10)) as store:
+        keys = make_keys(40)
+        answers = write(store, keys, [make_record(number, 30_000) for number in range(40)])
+        assert answers.count(Answer.HIT) == sum(made) // 32_768 == 12, "512 KiB of 900 are left to others"
+        assert write(store, keys[30:], [make_record(number, 30_000) for number in range(30, 40)]) == [Answer.HIT] * 10
+    assert [record.message for record in caplog.records].count(caplog.records[0].message) == 1
+    assert "nearly full" in caplog.text
+
+
+def test_a_clock_that_was_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was used in the future is as old as what is used when the store is opened."""
+    with monkeypatch.context() as patch, closing(open_in(tmp_path)) as store:
+        real = time.time_ns
+        patch.setattr(time, "time_ns", lambda: real() + 30 * 86_400 * 10**9)
+        old = filled(store, 20)
+    with closing(open_in(tmp_path)) as store:
+        new = [StoreKey(b"n" * 16, bytes([number]) * 32, 0) for number in range(25)]
+        for key in new:
+            write(store, [key], [make_record(1, 30_000)])
+        kept = store.exists([*new, *old])
+        assert kept[:25] == [Answer.HIT] * 25 and kept[25:].count(Answer.HIT) <= 7
+
+
+def test_a_smaller_capacity_holds_when_writers_are_done(tmp_path: Path) -> None:
+    """Slabs that are being written are not dropped; later saves drop what is too much."""
+    with closing(open_in(tmp_path, 1 << 20)) as first:
+        keys = make_keys(24)
+        assert first.prepare(keys, [30_000] * 24) == [Answer.MISS] * 24
+        with closing(open_in(tmp_path, 256 << 10)) as second:
+            first.put(keys, [make_record(number, 30_000) for number in range(24)])
+            first.complete(keys, [True] * 24)
+            assert second.facts().slab_bytes > second.facts().capacity
+            (key,) = [StoreKey(b"n" * 16, b"p" * 32, 0)]
+            assert write(second, [key], [make_record(1, 30_000)]) == [Answer.HIT]
+            assert second.facts().slab_bytes <= second.facts().capacity == 256 << 10
+
+
+def test_a_start_with_less_drops_a_slab_at_a_time(tmp_path: Path) -> None:
+    """So that other processes save meanwhile."""
+    with closing(open_in(tmp_path, slab_bytes=128 << 10)) as store:
+        keys = filled(store, 30)
+        assert read(store, keys[0], 30_000) is not None
+    sums: list[int] = []
+    really = slab_allocator.SlabAllocator.drop_coldest
+
+    def noted(self: Any, index: sqlite3.Connection, capacity: int, only: int | None = None) -> bool:
+        sums.append(index.execute("SELECT SUM(num_bytes) FROM slabs").fetchone()[0])
+        return really(self, index, capacity, only)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slab_allocator.SlabAllocator, "drop_coldest", noted)
+        with closing(open_in(tmp_path, 512 << 10, slab_bytes=128 << 10)) as store:
+            assert store.facts().slab_bytes == 512 << 10 and len(list(store.entries())) == 16
+    assert sums == sorted(sums, reverse=True) and len(sums) > 3
+
+
+def test_a_busy_index_is_not_called_damaged(tmp_path: Path) -> None:
+    with closing(open_in(tmp_path)):
+        pass
+    with closing(sqlite3.connect(tmp_path / "index.sqlite", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(StoreError) as caught:
+            open_in(tmp_path, busy_seconds=0.01)
+    assert "try again" in caught.value.fix and "no store of yours" not in caught.value.fix
+
+
+def test_records_that_no_slab_takes_are_refused() -> None:
+    with TemporaryDirectory() as folder, closing(open_in(Path(folder), 1 << 20)) as store:
+        check_records(store, 1 << 20)
+        with pytest.raises(InvalidInput, match="takes none above 1,048,576"):
+            check_records(store, (1 << 20) + 1)

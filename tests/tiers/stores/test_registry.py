@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from quire.errors import InvalidInput, StoreError
+from quire.errors import InvalidInput, QuireError, StoreError
 from quire.tiers.stores import registry
 from quire.tiers.stores.directory import DirectoryStore
 from quire.tiers.stores.registry import directory_of, open_store, register_store
@@ -69,6 +69,25 @@ def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, url: s
     with pytest.raises(StoreError) as caught:
         open_store(url)
     assert f"pip install '.[{extra}]'" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("/tmp/" + "a" * 300, "name too long"),
+        ("/tmp/a\0b", "null"),
+        ("~no-such-user/store", "home directory"),
+        ("s3://bucket?endpoint=nonsense", "is no URL"),
+        ("s3://bucket/a/../b?endpoint=http://127.0.0.1:1&timeout=1", "cannot be opened"),
+        ("valkeys://me:secret@127.0.0.1:1?ssl_nonsense=1", "ssl_nonsense"),
+        ("valkey://127.0.0.1:1?timeout=99999999999999", "at most 10,000"),
+    ],
+)
+def test_what_no_library_can_open(url: str, says: str) -> None:
+    """Whatever it raises, also an error that is no exception of Python's."""
+    with pytest.raises(QuireError, match=f"(?i){says}") as caught:
+        open_store(url, capacity=None if "://" in url else 1 << 20)
+    assert "secret" not in str(caught.value)
 
 
 def test_a_store_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ import pytest
 from quire.errors import InvalidInput, StoreError
 from quire.testing.contracts.records import make_key, make_keys, make_record, read, write
 from quire.testing.contracts.store import StoreContract
-from quire.tiers.store import Answer, StoreKey
+from quire.tiers.store import Answer, StoreKey, check_records
 from tests.tiers.stores.server_cases import kill_while_written, read_right
 from tests.tiers.stores.servers import Server, free_port, listens, started, valkey
 
@@ -256,6 +256,17 @@ def test_a_full_server_that_may_not_evict(directory: Path, start: Starting) -> N
     time.sleep(0.2)
     assert write(store, keys[-1:], [make_record(39, size)]) == [HIT]
     store.close()
+
+
+def test_the_largest_value_is_the_servers(directory: Path, start: Starting) -> None:
+    start("--proto-max-bulk-len", "1mb")
+    with closing(open_store(directory)) as store:
+        assert store.largest_record == MIB
+        with redis.Redis(unix_socket_path=f"{directory}/valkey.sock") as client:
+            client.execute_command("ACL", "SETUSER", "default", "-config")  # as services do
+        assert store.largest_record == 512 * MIB
+        with pytest.raises(InvalidInput, match="takes none above 536,870,912"):
+            check_records(store, 870 * MIB)
 
 
 def test_a_full_server_evicts_what_was_not_used(directory: Path, start: Starting) -> None:

@@ -26,7 +26,7 @@ def weights_of(own: str) -> str:
             "SGLang's keys do not name the weights, so pages of other weights would be read.",
             fix='add "weights": "NAME" to --hicache-storage-backend-extra-config.',
         )
-    return weights_identity(model.model_path, model.revision)
+    return weights_identity(model.model_path, model.revision, getattr(model, "download_dir", None))
 
 
 def weight_version() -> str:
@@ -50,6 +50,7 @@ def facts_of(config: Any, pages: PoolPages, weights: str) -> Facts:
         "weights": weights,
         "scales": weights_identity(scales) if (scales := getattr(model, "quantization_param_path", None)) else "",
         "weight_version": weight_version(),
+        "model_dtype": str(getattr(model, "dtype", None)),  # not that of the pool, which may be of 8 bits
         "rank": _rank(config, pages),
         **pages.facts,
         **served,

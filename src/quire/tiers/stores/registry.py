@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-from quire.errors import InvalidInput, StoreError
+from quire.errors import InvalidInput, QuireError, StoreError
 from quire.settings.setting import without_secrets
 from quire.tiers.store import Store
 
@@ -75,7 +76,8 @@ def open_store(url: str, *, capacity: int | None = None, counts_use: bool = True
     if path is not None:
         from quire.tiers.stores.directory import DirectoryStore
 
-        return DirectoryStore(Path(path).expanduser(), capacity, counts_use=counts_use, direct=direct)
+        with _understood(url):
+            return DirectoryStore(Path(path).expanduser(), capacity, counts_use=counts_use, direct=direct)
     scheme = url.partition(":")[0].lower()
     backend = _BACKENDS.get(scheme)
     if backend is None:
@@ -86,13 +88,28 @@ def open_store(url: str, *, capacity: int | None = None, counts_use: bool = True
     if not isinstance(backend, str):
         return backend(url, capacity, counts_use=counts_use)
     try:
-        store: Store = import_module(f"quire.tiers.stores.{backend}").open(url, capacity, counts_use=counts_use)
+        with _understood(url):
+            store: Store = import_module(f"quire.tiers.stores.{backend}").open(url, capacity, counts_use=counts_use)
     except ImportError as error:
         raise StoreError(
             f"a store at {scheme}:// needs a package that is not installed: {error}.",
             fix=f"in the checkout of Quire: pip install '.[{backend}]'.",
         ) from error
     return store
+
+
+@contextmanager
+def _understood(url: str) -> Iterator[None]:
+    """What libraries say of a path or an option that cannot be, as InvalidInput."""
+    try:
+        yield
+    except QuireError:
+        raise
+    except (ValueError, TypeError, OverflowError, RuntimeError, OSError) as error:
+        why = str(error).replace(url, without_secrets(url)).rstrip(".")
+        raise InvalidInput(
+            f"the store {without_secrets(url)} cannot be opened: {why}.", fix="correct its path or its options."
+        ) from None  # the cause may quote a password
 
 
 def not_understood(where: str) -> InvalidInput:
@@ -123,12 +140,12 @@ class Options:
                 )
 
     def number(self, name: str, default: float) -> float:
-        """A number above 0."""
+        """A number above 0, and at most ten thousand."""
         text = self.text(name)
         if not text:
             return default
-        if not re.fullmatch(r"\d+(\.\d*)?|\.\d+", text) or float(text) <= 0:
-            raise InvalidInput(f"option {name!r} of {self.where} is a number above 0, not {text!r}.")
+        if not re.fullmatch(r"\d+(\.\d*)?|\.\d+", text) or not 0 < float(text) <= 1e4:
+            raise InvalidInput(f"option {name!r} of {self.where} is a number above 0, at most 10,000, not {text!r}.")
         return float(text)
 
     def size(self, name: str, default: int) -> int:

@@ -13,6 +13,7 @@ remove records. Every error is RETRY and counted in `failures`.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -51,6 +52,8 @@ def open(url: str, capacity: int | None = None, *, counts_use: bool = True) -> S
             fix="leave it out, and give credentials in the environment (AWS_ACCESS_KEY_ID, ...).",
         )
     timeout, endpoint = timedelta(seconds=options.number("timeout", 10.0)), options.text("endpoint")
+    if endpoint and not re.match("https?://[^/]", endpoint):
+        raise InvalidInput(f"{options.where} has an endpoint that is no URL.", fix="write endpoint=http://HOST:PORT.")
     bucket = Bucket(
         options.parts.netloc,
         prefix=options.parts.path.strip("/") or None,

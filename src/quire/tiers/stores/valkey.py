@@ -34,6 +34,7 @@ from quire.tiers.stores.remote import RemoteStore, batches, in_parts, key_of
 _SCHEMES = {"valkey": "redis", "valkeys": "rediss", "redis": "redis", "rediss": "rediss", "unix": "unix"}
 _RECORD, _PENDING, _WRITTEN = b"quire/", b"quire.pending/", b"quire.written/"
 _BATCH_KEYS = 256
+_LARGEST = 512 << 20  # bytes of a value, in a server that was not told otherwise
 _SENT_BYTES = 8 << 20  # in one pipeline
 _ASKED_BYTES = 2 << 20  # bytes in one pipeline: more waits in the server and is evicted from its CPU caches
 
@@ -120,6 +121,13 @@ class ValkeyStore(RemoteStore):
         self._pending_ms = b"%d" % max(1, int(pending_seconds * 1000))
         self._token = secrets.token_hex(8).encode()
         self._counts_use = counts_use
+
+    @property
+    def largest_record(self) -> int:
+        """The server's limit of a value, or its default where it tells none."""
+        (reply,) = self._connections.call([(b"CONFIG", b"GET", b"proto-max-bulk-len")], counted=False)
+        limit = reply[1] if isinstance(reply, list) and len(reply) == 2 else b""
+        return int(limit) if isinstance(limit, bytes) and limit.isdigit() else _LARGEST
 
     def exists(self, keys: Sequence[StoreKey]) -> list[Answer]:
         return self._ask(_EXISTS, keys)

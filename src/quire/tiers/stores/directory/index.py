@@ -68,6 +68,8 @@ class Row(NamedTuple):
         return self.slot * self.slot_bytes
 
 
+TRY_AGAIN = "try again if another process is busy with it; if it is damaged, remove it: a store can be filled again."
+
 _COLUMNS = ", ".join(Row._fields)
 
 
@@ -89,9 +91,10 @@ class Index:
             self._writer = _connect(path, busy_seconds)
             self._reader = _connect(path, busy_seconds)
         except sqlite3.Error as error:
+            is_busy = getattr(error, "sqlite_errorname", "").startswith(("SQLITE_BUSY", "SQLITE_LOCKED"))
+            fix = "remove the directory if it is no store of yours, or is damaged; a store can be filled again."
             raise StoreError(
-                f"the index '{path}' cannot be opened: {error}.",
-                fix="remove the directory if it is no store of yours, or is damaged; a store can be filled again.",
+                f"the index '{path}' cannot be opened: {error}.", fix=TRY_AGAIN if is_busy else fix
             ) from error
 
     @contextmanager

@@ -10,11 +10,12 @@ transaction that is rolled back loses nothing.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from threading import Lock
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ from quire.tiers.stores.directory.slab_files import BLOCK, SlabFiles
 
 Slot = tuple[int, int]  # slab, and the slot in it
 _LOOK_EVERY = 16  # evicted records, at least, between two scans of all slabs
+_LEFT_BYTES = 64 << 20  # left on the disk for other programs
 _FLUSH_SECONDS = 5.0
 _MOST_USES = 50_000
 _MOVED_BYTES = 32 << 20  # bytes of records that one transaction of `compact` copies
@@ -54,6 +56,9 @@ def slot_size(num_bytes: int) -> int:
     blocks = -(-num_bytes // BLOCK)
     step = 1 << max(0, (blocks - 1).bit_length() - 6)
     return -(-blocks // step) * step * BLOCK
+
+
+logger = logging.getLogger(__name__)
 
 
 class AccessTimes:
@@ -117,6 +122,7 @@ class SlabAllocator:
         self._slab_bytes = slab_bytes
         self._since_look: Counter[int] = Counter()
         self._made: list[int] = []
+        self._is_told = False
         self.dropped: list[int] = []
 
     def alloc(self, index: sqlite3.Connection, slot_bytes: int, count: int) -> list[Slot]:
@@ -124,6 +130,8 @@ class SlabAllocator:
         (capacity,) = index.execute("SELECT value FROM settings WHERE name = 'capacity'").fetchone()
         if slot_bytes > capacity:
             return []
+        if self.drop_coldest(index, capacity):
+            return []  # its capacity was lowered while others wrote: the next transaction goes on
         taken = self.alloc_unused(index, slot_bytes, count)
         while len(taken) < count and self._grow(index, slot_bytes, capacity):
             taken += self.alloc_unused(index, slot_bytes, count - len(taken))
@@ -159,10 +167,12 @@ class SlabAllocator:
         self.statistics.add(reclaimed=count)
         return count
 
-    def shrink(self, index: sqlite3.Connection, capacity: int) -> None:
-        """Drop the coldest slabs until the rest fits."""
-        while _sum(index) > capacity and (slab := _coldest(index)) is not None:
+    def drop_coldest(self, index: sqlite3.Connection, capacity: int, only: int | None = None) -> bool:
+        """Drop the coldest slab, or `only` that one, while all of them exceed the capacity; returns whether it did."""
+        slab = _coldest(index, only=only) if _sum(index) > capacity else None
+        if slab is not None:
             self.drop(index, slab.id, slab.slot_bytes)
+        return slab is not None
 
     def drop(self, index: sqlite3.Connection, slab: int, slot_bytes: int) -> None:
         """Remove a slab and all its records."""
@@ -206,6 +216,11 @@ class SlabAllocator:
             return False  # their files still use space
         slab_bytes = self._slab_bytes or max(capacity // 64, min(capacity // 8, 1 << 20))
         num_slots = min(max(1, slab_bytes // slot_bytes), (capacity - _sum(index)) // slot_bytes)
+        free, left = self.files.free_bytes, min(slab_bytes, _LEFT_BYTES)
+        if free - left < num_slots * slot_bytes and not self._is_told:
+            self._is_told = True
+            logger.warning("the disk of a store is nearly full: of %d bytes, %d are left to others", free, left)
+        num_slots = min(num_slots, (free - left) // slot_bytes)
         if num_slots < 1:
             return False
         num_bytes = num_slots * slot_bytes
@@ -263,15 +278,28 @@ def _sum(index: sqlite3.Connection) -> int:
     return int(num_bytes)
 
 
-def _coldest(index: sqlite3.Connection, excluded: int = 0) -> _Slab | None:
-    """The least recently used slab without writers whose slots do not have `excluded` bytes. O(records)."""
-    row = index.execute(
+def _by_use(index: sqlite3.Connection, excluded: int = 0, only: int | None = None) -> Iterator[_Slab]:
+    """Slabs without writers whose slots do not have `excluded` bytes, the least recently used first. O(records)."""
+    rows = index.execute(
         "SELECT s.id, s.slot_bytes, s.num_bytes, COALESCE(MAX(r.used), 0) AS used FROM slabs s"
-        " LEFT JOIN records r ON r.slab = s.id WHERE s.slot_bytes != ?"
-        " GROUP BY s.id HAVING COUNT(r.owner) = 0 ORDER BY used LIMIT 1",
-        (excluded,),
-    ).fetchone()
-    return None if row is None else _Slab(*row)
+        " LEFT JOIN records r ON r.slab = s.id WHERE s.slot_bytes != ?1 AND (?2 IS NULL OR s.id = ?2)"
+        " GROUP BY s.id HAVING COUNT(r.owner) = 0 ORDER BY used",
+        (excluded, only),
+    )
+    return map(_Slab._make, rows)
+
+
+def _coldest(index: sqlite3.Connection, excluded: int = 0, only: int | None = None) -> _Slab | None:
+    return next(_by_use(index, excluded, only), None)
+
+
+def shrink(index: Index, allocator: SlabAllocator, capacity: int) -> None:
+    """Drop the coldest slabs until the rest fits, one in each transaction, so that others go on. Raises Busy."""
+    with index.reading() as connection:
+        slabs = list(_by_use(connection)) if _sum(connection) > capacity else []
+    for slab in slabs:
+        with index.writing() as connection:
+            allocator.drop_coldest(connection, capacity, only=slab.id)
 
 
 def compact(index: Index, allocator: SlabAllocator) -> None:

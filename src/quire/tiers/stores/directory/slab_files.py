@@ -12,7 +12,7 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from itertools import islice
 from operator import itemgetter
@@ -31,6 +31,14 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 _PIECE = 4 << 20  # bytes of one call at most; larger records are cut, so that several threads move them
 _PARTS = 500  # pieces of memory in one call: the system takes 1,024, with what is between them
 
+_PASSES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.EACCES}
+
+
+def _check_gone(error: OSError) -> None:
+    """Raises an error that passes: the file, and what is in it, may be whole."""
+    if error.errno in _PASSES:
+        raise error
+
 
 class _SlabFile:
     """An open slab. Its descriptor is closed with the last reference, so that it stays open for transfers in flight."""
@@ -45,7 +53,10 @@ class _SlabFile:
 
     @property
     def is_removed(self) -> bool:
-        return os.fstat(self.descriptor).st_nlink == 0
+        try:
+            return os.fstat(self.descriptor).st_nlink == 0
+        except OSError:  # a filesystem of a network: the file is opened again
+            return True
 
 
 class _Buffer(local):
@@ -81,19 +92,29 @@ class SlabFiles:
         return {int(path.stem, 16) for path in self._folder.glob("*.slab")}
 
     def size(self, slab: int) -> int | None:
-        """Bytes of the file; None if there is none of this user."""
+        """Bytes of the file; None if there is none of this user. Raises OSError if that cannot be told now."""
         try:
             check_file(self.path(slab))
             return self.path(slab).lstat().st_size
-        except OSError:
+        except OSError as error:
+            _check_gone(error)
             return None
 
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that the disk has for this user; 0 if that cannot be told."""
+        with suppress(OSError):
+            disk = os.statvfs(self._folder)
+            return disk.f_bavail * disk.f_frsize
+        return 0
+
     def read(self, places: Sequence[Place]) -> list[bool]:
-        """Fill memory from files. False: there is no file, it is shorter, or it cannot be read."""
+        """Fill memory from files. False: there is no file, it is shorter, or it cannot be read. Raises OSError for what
+        passes, such as too many open files."""
         return self._move(places, writes=False)
 
     def write(self, places: Sequence[Place]) -> list[bool]:
-        """Write memory to files, in whole blocks. False: there is no file, or not all of it was written."""
+        """Write memory to files, in whole blocks. False: there is no file, or not all of it was written. As `read`."""
         return self._move(places, writes=True)
 
     def drop(self, slab: int) -> None:
@@ -130,17 +151,15 @@ class SlabFiles:
     def _open(self, slab: int) -> _SlabFile | None:
         """The file, open while the caller refers to it; None if it was removed."""
         with self._lock:
-            file = self._files.get(slab)
-            if file is not None:
-                if not file.is_removed:
-                    return file
-                del self._files[slab]
-                return None
+            file = self._files.pop(slab, None)
             try:
-                flags = os.O_RDWR | (_DIRECT if self.direct else 0)
-                file = self._files[slab] = _SlabFile(open_owned(self.path(slab), flags))
-            except OSError:
+                if file is None or file.is_removed:
+                    flags = os.O_RDWR | (_DIRECT if self.direct else 0)
+                    file = _SlabFile(open_owned(self.path(slab), flags))
+            except OSError as error:
+                _check_gone(error)
                 return None
+            self._files[slab] = file
             return file
 
     def _move(self, places: Sequence[Place], *, writes: bool) -> list[bool]:
@@ -163,10 +182,13 @@ class SlabFiles:
         others: list[Future[None]] = []
         with suppress(RuntimeError):  # the interpreter ends and starts no threads
             others += [self._pool.submit(drain) for _ in range(min(self._threads, len(runs)) - 1)]
-        drain()
+        try:
+            drain()
+        finally:  # no thread uses the memory any more
+            others = [other for other in others if not other.cancel()]
+            wait(others)
         for other in others:
-            if not other.cancel():
-                other.result()
+            other.result()
         return [record not in failed for record in range(len(places))]
 
 
@@ -254,7 +276,8 @@ def _move_run(run: list[_Piece], bounce: memoryview, failed: set[int], *, writes
     first, last = run[0], run[-1]
     try:
         moved = (os.pwritev if writes else os.preadv)(first.descriptor, vector, first.offset)
-    except OSError:
+    except OSError as error:
+        _check_gone(error)
         moved = 0
     if not writes:
         for memory, buffer in through:

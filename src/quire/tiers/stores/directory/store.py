@@ -31,6 +31,7 @@ from quire.owned_files import check_file, check_folder, make_file, open_owned
 from quire.tiers.store import Answer, Calls, Entry, Record, RecordViews, Store, StoreKey, prepare_once
 from quire.tiers.stores.directory.index import (
     FACTS,
+    TRY_AGAIN,
     Busy,
     Facts,
     Index,
@@ -44,7 +45,7 @@ from quire.tiers.stores.directory.index import (
     release,
     rows_where,
 )
-from quire.tiers.stores.directory.slab_allocator import SlabAllocator, compact, slot_size
+from quire.tiers.stores.directory.slab_allocator import SlabAllocator, compact, shrink, slot_size
 from quire.tiers.stores.directory.slab_files import BLOCK, Place, SlabFiles, is_aligned
 
 logger = logging.getLogger(__name__)
@@ -53,8 +54,6 @@ _INDEX = "index.sqlite"
 _RESERVE = f"{_INDEX}-reserve"
 _RESERVE_BYTES = 1 << 20
 _OURS = {_INDEX, _RESERVE, f"{_INDEX}-wal", f"{_INDEX}-shm", f"{_INDEX}-journal", "slabs", "owners", "lost+found"}
-
-TRY_AGAIN = "try again if another process is busy with it; if it is damaged, remove it: a store can be filled again."
 
 
 def open_directory(
@@ -89,8 +88,10 @@ def open_directory(
             try:
                 with index.writing() as connection:
                     _repair(connection, path, allocator, capacity)
+                if capacity is not None:
+                    shrink(index, allocator, capacity)
                 owners.remove_dead()
-            except Busy as error:
+            except (Busy, OSError) as error:
                 if not is_full:
                     raise StoreError(f"the store '{path}' cannot be used: {error}.", fix=TRY_AGAIN) from error
             undo.pop_all()
@@ -201,7 +202,7 @@ def _make_private(path: Path) -> None:
 
 
 def _repair(connection: sqlite3.Connection, path: Path, allocator: SlabAllocator, capacity: int | None) -> None:
-    """Drop unfinished records of dead writers and damaged ones; then reduce the store to its capacity."""
+    """Drop unfinished records of dead writers and damaged ones."""
     before = connection.execute("SELECT value FROM settings WHERE name = 'capacity'").fetchone()
     if capacity is not None and before != (capacity,):
         connection.execute("INSERT OR REPLACE INTO settings VALUES ('capacity', ?)", (capacity,))
@@ -221,8 +222,13 @@ def _repair(connection: sqlite3.Connection, path: Path, allocator: SlabAllocator
             release(connection, (row.id for row in lost))
     for slab in files.numbers() - {slab for slab, *_ in slabs}:
         files.drop(slab)  # from a transaction that never ended
-    if capacity is not None:
-        allocator.shrink(connection, capacity)
+    # Uses of a clock that was ahead would make each new record the next that is evicted.
+    now = time.time_ns() // 1000
+    connection.execute(
+        "UPDATE records SET used = ?1"
+        " WHERE used > ?1 AND owner IS NULL AND slot_bytes IN (SELECT slot_bytes FROM slabs)",
+        (now,),
+    )
 
 
 HIT, MISS, PENDING, RETRY = Answer.HIT, Answer.MISS, Answer.PENDING, Answer.RETRY
@@ -231,12 +237,12 @@ _Verb = TypeVar("_Verb", bound=Callable[..., list[Answer]])
 
 
 def _answering(verb: _Verb) -> _Verb:
-    """The answer is RETRY for every key if the store is closed or its index is busy."""
+    """The answer is RETRY for every key if the store is closed, its index is busy, or files cannot be opened now."""
 
     @functools.wraps(verb)
     def answer(self: DirectoryStore, keys: Sequence[StoreKey], *more: object) -> list[Answer]:
         answers = [RETRY] * len(keys)
-        with self._calls as is_open, suppress(Busy):
+        with self._calls as is_open, suppress(Busy, OSError):
             if is_open and keys:
                 answers = verb(self, keys, *more)
         self.statistics.add(retries=answers.count(RETRY))
@@ -493,6 +499,11 @@ class DirectoryStore(Store):
                 num_prepared=num_prepared,
                 num_owners=self._owners.count(),
             )
+
+    @property
+    def largest_record(self) -> int:
+        """A slab of one slot may be as large as all slabs. Raises StoreError."""
+        return self.facts().capacity // BLOCK * BLOCK
 
     def reclaim(self) -> int:
         """Drop the unfinished records of dead writers; returns their number. Raises StoreError."""
