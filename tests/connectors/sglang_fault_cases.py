@@ -235,10 +235,9 @@ def test_what_another_process_stores_now_does_not_end_a_backup(extra: dict[str, 
 
 
 def test_a_store_without_room(extra: dict[str, Any]) -> None:
-    """A page that no store holds ends the backup; one that is too small for all holds some."""
-    with opened(Shape(), extra | {"store_size": "4KiB"}) as cache:
-        rows, _ = fill_host(cache, TOKENS, 1)
-        assert cache.back_up(TOKENS, rows) == 0
+    """One that holds no page is refused at start; one that is too small for all holds some."""
+    with pytest.raises(Exception, match="takes none above 4,096"):
+        HiCache(Shape(), "dynamic", extra | {"store_size": "4KiB"})
     with opened(Shape(), extra | {"store_size": "100KiB"}) as cache:
         store(cache, must=False)
         assert 0 < cache.backend.batch_exists(cache.keys(TOKENS)) < PAGES

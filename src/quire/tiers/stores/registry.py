@@ -140,12 +140,12 @@ class Options:
                 )
 
     def number(self, name: str, default: float) -> float:
-        """A number above 0, and at most ten thousand."""
+        """A number above 0, and at most a million."""
         text = self.text(name)
         if not text:
             return default
-        if not re.fullmatch(r"\d+(\.\d*)?|\.\d+", text) or not 0 < float(text) <= 1e4:
-            raise InvalidInput(f"option {name!r} of {self.where} is a number above 0, at most 10,000, not {text!r}.")
+        if not re.fullmatch(r"\d+(\.\d*)?|\.\d+", text) or not 0 < float(text) <= 1e6:
+            raise InvalidInput(f"option {name!r} of {self.where} is a number above 0, at most 1,000,000, not {text!r}.")
         return float(text)
 
     def size(self, name: str, default: int) -> int:
