@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -245,6 +246,15 @@ def test_of_two_uploads_the_first_stays(port: int) -> None:
 
 
 # -- opening
+
+
+def test_a_record_is_as_old_as_its_object(port: int) -> None:
+    """So that `quire store gc` knows the oldest."""
+    with closing(open_store(port, "ages")) as store:
+        keys = make_keys(2)
+        write(store, keys, [make_record(number, 900) for number in range(2)])
+        assert [0 <= (entry.idle_seconds or 0) < 60 for entry in store.entries()] == [True] * 2
+        assert None not in {entry.idle_seconds for entry in store.entries()}
 
 
 def test_no_server(port: int) -> None:

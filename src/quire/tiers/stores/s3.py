@@ -6,14 +6,16 @@ Further options: `timeout` (seconds per request, 10) and `threads` (requests at 
 environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, ...), never from the URL. The object of a record is
 `prefix/SCOPE/PAGE.PART`.
 
-An upload is atomic and never replaces an object, so two writers of one key do no harm. Lifecycle rules of the bucket
-remove records. Every error is RETRY and counted in `failures`.
+An upload is atomic and never replaces an object, so two writers of one key do no harm. A bucket counts no uses: a
+record is as old as its object. Lifecycle rules of the bucket remove records. Every error is RETRY and counted in
+`failures`.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -111,7 +113,7 @@ class S3Store(RemoteStore):
                 for found in batch:
                     key = key_of(found["path"])
                     if key is not None:
-                        yield Entry(key, found["size"])
+                        yield Entry(key, found["size"], max(0.0, time.time() - found["last_modified"].timestamp()))
         except (BaseError, OSError) as error:
             raise StoreError(f"{self._where} cannot be listed: {_brief(error)}.") from error
 
