@@ -431,6 +431,8 @@ def check_store() -> None:
         test_a_store_that_hangs(patch)
     check_hung_reads()
     test_a_job_is_given_up_once()
+    test_a_job_that_expires_while_it_sends_leaves_nothing()
+    test_a_store_that_raises_between_prepare_and_complete_keeps_no_key()
 
 
 def test_jobs_for_a_store_that_hangs_are_in_no_queue() -> None:

@@ -11,7 +11,9 @@ from quire.connectors.checked_store import CheckedStore, ChunkKey
 from quire.connectors.job import Job
 from quire.memory.record import RecordFormat
 from quire.prefix.hashing import layout_identity
+from quire.testing.stores.dict_store import DictStore
 from quire.tiers.store import Answer, Record, RecordViews
+from quire.tiers.stores.directory import slab_files
 from tests.mutants.mutants import Patch, mutant
 
 
@@ -61,7 +63,17 @@ def late_reads_are_copied(patch: Patch) -> None:
 @mutant("checked store", "a save that hangs stores what the engine has changed since")
 def late_saves_are_visible(patch: Patch) -> None:
     real = Job.tell
-    patch.setattr(Job, "tell", lambda job, answers: bool(real(job, answers)) or not answers)
+    patch.setattr(Job, "tell", lambda job, answers: real(job, answers) in (True, False))
+
+
+@mutant("checked store", "a save that was sent too late is found, with what the engine wrote meanwhile")
+def late_sends_stay(patch: Patch) -> None:
+    patch.setattr(DictStore, "remove", lambda store, keys: 0)
+
+
+@mutant("files that fail", "records are removed whose file a process could not open for a moment")
+def what_cannot_be_opened_is_lost(patch: Patch) -> None:
+    patch.setattr(slab_files, "_PASSES", set())
 
 
 @mutant("checked store", "a store that goes on slowly is taken for one that hangs")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
@@ -153,6 +154,7 @@ from tests.sim.test_replicas import check_events
 from tests.sparse.test_hot_slots import check_hot_slots
 from tests.speculative import compared_drafters, test_ngram, test_verify
 from tests.tiers import test_lanes
+from tests.tiers.stores import test_directory
 from tests.tiers.stores.test_directory_foreign import by_hard_link, by_symbolic_link, check_a_slab_is_not_followed
 from tests.transfer import test_control, test_handshake, test_receiving
 from tests.transfer.protocol_model import explore
@@ -453,6 +455,7 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     "canary chains": [check_chains],
     "channels": [test_channel.check_messages],
     "checked store": [test_checked_store.check_store],
+    "files that fail": [lambda: in_folder(lambda path: test_directory.check_passing(path, errno.EMFILE))],
     "continued": [test_continued.check_tiny],
     "relayed": [test_relay.check_a_kill],
     "readers": [test_async_engine.check_a_slow_reader],

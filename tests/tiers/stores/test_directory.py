@@ -497,24 +497,26 @@ def test_a_flush_takes_no_room_from_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("passing", [errno.EMFILE, errno.ESTALE])
-def test_what_cannot_be_opened_now_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passing: int) -> None:
+def test_what_cannot_be_opened_now_is_not_lost(tmp_path: Path, passing: int) -> None:
+    check_passing(tmp_path, passing)
+
+
+def check_passing(path: Path, passing: int) -> None:
     """A process without descriptors tells nothing of a file, nor does a filesystem of a network that hiccups."""
-    with closing(open_in(tmp_path)) as store:
+    with closing(open_in(path)) as store:
         keys = filled(store, 3)
-        really_open, really_stat = slab_files.open_owned, os.fstat
 
         def fails(*_: object) -> int:
             raise OSError(passing, os.strerror(passing))
 
-        with monkeypatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch:
             store._files._files.clear()
             patch.setattr(slab_files, "open_owned", fails)
             assert store.get(keys, [bytearray(30_000) for _ in keys]) == [Answer.RETRY] * 3
             assert store.put(keys, [make_record(9, 30_000)] * 3) == [Answer.MISS] * 3
-        assert slab_files.open_owned is really_open and os.fstat is really_stat
         assert [read(store, key, 30_000) for key in keys] == [make_record(number, 30_000) for number in range(3)]
         new = StoreKey(b"s" * 16, b"p" * 32, 0)
-        with monkeypatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "fstat", fails)  # of files that are open already
             assert store.prepare([new], [30_000]) == [Answer.MISS], "and what was prepared stays so"
         assert store.put([new], [make_record(5, 30_000)]) == [Answer.HIT]
