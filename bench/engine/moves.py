@@ -1,6 +1,6 @@
 """What moves of frames take of steps, in an engine whose groups share an arena.
 
-    python -m bench.engine.moves [--json FILE] [--models window,recurrent]
+    python -m bench.engine.moves [--json FILE] [--models window,recurrent,larger]
 
 Requests with short prompts and long outputs are more than fit, so that frames move while others decode. A step is
 *decode-only* if each of its requests computes one token. Its CPU time is compared with the median of decode-only steps
@@ -17,6 +17,8 @@ import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -35,8 +37,10 @@ MIB = 2**20
 MODELS: dict[str, dict[str, Any]] = {
     "window": {"model": "quire-bundled-window", "kv_memory": 2 * MIB},
     "recurrent": {"model": "quire-bundled-recurrent", "kv_memory": 2 * MIB},
+    "larger": {"kv_memory": 32 * MIB},
 }
-"""Models, and bytes in which not all requests fit."""
+"""Models, and bytes in which not all requests fit. The larger one is a Gemma 3 of 50M parameters with random weights:
+its steps take as long as those of a small model that people serve."""
 REQUESTS, OUTPUT = 80, 256
 ABOVE = 1.5
 """A step that takes so many times the median is counted."""
@@ -112,6 +116,29 @@ class MoveTimes(Part):
         self._reset()
 
 
+def save_larger(folder: Path) -> None:
+    """Write a random Gemma 3 to `folder`."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(SEED)
+    config = Gemma3TextConfig(
+        vocab_size=8192,
+        hidden_size=640,
+        intermediate_size=1920,
+        num_hidden_layers=10,
+        num_attention_heads=10,
+        num_key_value_heads=2,
+        head_dim=64,
+        sliding_window=64,
+        sliding_window_pattern=2,
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    Gemma3ForCausalLM(config).save_pretrained(folder)
+
+
 def measured(name: str, requests: int, output: int) -> dict[str, Any]:
     """One engine and one load."""
     common = {
@@ -124,7 +151,10 @@ def measured(name: str, requests: int, output: int) -> dict[str, Any]:
         "checkpoint_interval": 64,
     }
     times = MoveTimes()
-    core = EngineCore(engine_config(**common, **MODELS[name]), parts=[times])
+    with TemporaryDirectory() as folder:
+        if "model" not in MODELS[name]:
+            save_larger(Path(folder))
+        core = EngineCore(engine_config(**{"model": folder, **common, **MODELS[name]}), parts=[times])
     random = np.random.default_rng(SEED)
     shared = random.integers(1, 250, size=96).tolist()
     for at in range(requests):
