@@ -102,7 +102,7 @@ class CheckedStore:
         self.store, self._deadline_s = store, deadline_s
         self._is_open = True
         self._formats = {part: RecordFormat(part, self.scope, size) for part, size in payload_bytes.items()}
-        check_records(store, max(each.num_bytes for each in self._formats.values()))
+        check_records(store, max((each.num_bytes for each in self._formats.values()), default=0))
         self._tombstones = [key for _, key in tombstones_over(self.scope)]
         self._askers = Threads(2, "quire-lookup")
         self._readers = Threads(threads, "quire-load")
