@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections import Counter
 from typing import Any
@@ -122,6 +123,20 @@ def test_the_route_knows_the_last_requests(server: LiveServer, client: OpenAI) -
     assert status == 404
     assert answer["error"]["code"] == "QUIRE-REQUEST-01"
     assert "are, of at most 1,000" in answer["error"]["message"]
+
+
+def test_an_id_is_no_pattern(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling one takes long, and `re` keeps it."""
+    kept = Explanations()
+    for key in ("r.1-0", "r.1-0-10", "rx1-0", "r.1-x"):
+        kept.add(key, Explanation(1, ()))
+    with monkeypatch.context() as patched:
+        patched.setattr(re, "compile", None)
+        assert kept.of("r.1").keys() == {"r.1-0", "r.1-0-10"}
+        assert kept.of("r.1-0").keys() == {"r.1-0"}
+    status, answer = server.request(f"/v1/cache/explain/{'x' * 257}")
+    assert (status, answer["error"]["param"]) == (400, "request_id")
+    assert server.request(f"/v1/cache/explain/{'x' * 256}")[0] == 404
 
 
 def test_causes_in_the_metrics_add_up(server: LiveServer, client: OpenAI) -> None:

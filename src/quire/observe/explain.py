@@ -11,6 +11,8 @@ from typing import Any
 
 from quire.errors import UnknownRequest
 
+_NUMBERS = re.compile(r"(-\d+)*")  # behind the id of a request, those of a sequence
+
 
 class Cause(StrEnum):
     """The cause of a run of a prompt's tokens. Every token has exactly one cause."""
@@ -156,9 +158,12 @@ class Explanations:
     def of(self, request_id: str, owner: str | None = None) -> dict[str, Explanation]:
         """The explanation of the sequence of that id, or of all sequences of that request: at least one. Raises
         UnknownRequest if none of this `owner`, or of any owner, is stored."""
-        sequences = re.compile(re.escape(request_id) + r"(-\d+)*")
-        kept = self._kept.items()
-        if found := {key: each for key, (its, each) in kept if owner in (None, its) and sequences.fullmatch(key)}:
+        found = {
+            key: each
+            for key, (its, each) in self._kept.items()
+            if owner in (None, its) and key.startswith(request_id) and _NUMBERS.fullmatch(key, len(request_id))
+        }
+        if found:
             return {request_id: found[request_id]} if request_id in found else found
         raise UnknownRequest(
             f"no explanation of request '{request_id}' is kept; {len(self._kept):,} are, of at most "

@@ -14,7 +14,7 @@ from functools import partial
 from hashlib import sha256
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Path, Query, Request
 from pydantic import AliasChoices, Field
 
 from quire.client.async_engine import ANSWER_TIMEOUT_S, Prompt
@@ -35,6 +35,8 @@ Salt = Annotated[SaltText | None, Field(validation_alias=AliasChoices("cache_sal
 """`cache_salt`, as in a completion; `salt` is the same."""
 
 SessionSalt = Annotated[SaltText, Query(description="The salt of the requests of these sessions.")]
+
+RequestId = Annotated[str, Path(max_length=256)]
 
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 
@@ -245,7 +247,7 @@ def insight_router(service: Service) -> APIRouter:
         return await engine.statistics() | {"server": service.metrics.own_statistics()}
 
     @router.get("/v1/cache/explain/{request_id}")
-    async def explain(request_id: str, request: Request, texts: bool = False) -> dict[str, Any]:
+    async def explain(request_id: RequestId, request: Request, texts: bool = False) -> dict[str, Any]:
         """Why no more of a request's prompt was cached, for each of its sequences, by the id of its response; 404 where
         that is not known any more, or another key's. To operators it also tells what other namespaces have cached, and
         the `texts` of its reasons if the server keeps them."""
