@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import threading
 import uuid
 from collections import Counter
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.client.llm import LLM
+from quire.client.output import SequenceDelta
+from quire.client.tokenising import Rendered
 from quire.errors import UnknownRequest
 from quire.observe.explain import Cause, Explanation, Explanations
 from quire.scheduler.sampling_params import SamplingParams
+from quire.serve import places
+from quire.serve.generation import _events
+from quire.serve.journal import NO_JOURNAL
+from quire.serve.places import PromptPlaces
+from tests.serve.fake_core import ByteTokenizer
 from tests.serve.live_server import LiveServer
 
 EXPLAIN = {"explain": True}
@@ -227,3 +239,54 @@ def test_a_block_that_changes_is_named(server: LiveServer, stream: bool) -> None
         assert found["in"][-1] == place, found
         again = told(f"/v1/{path}", body(new))
         assert again is None or again["token"] > found["token"]
+
+
+class Answer:
+    """An answer, and its form, that write down which threads make their events."""
+
+    def __init__(self) -> None:
+        self.threads: list[threading.Thread] = []
+
+    def before(self) -> list[Any]:
+        return []
+
+    async def deltas(self) -> AsyncGenerator[list[Any], None]:
+        yield [(0, SequenceDelta(index=0, text="a", token_ids=[1]))]
+        yield [(0, SequenceDelta(index=0, text="a", token_ids=[1], finish_reason="length"))]
+
+    def events(self, *_: object) -> bytes:
+        self.threads.append(threading.current_thread())
+        return b""
+
+    end = events
+
+    def tell_endings(self, _: object) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_places_are_looked_for_in_a_thread() -> None:
+    answer: Any = Answer()
+
+    async def read() -> None:
+        _ = [each async for each in _events(answer, answer, NO_JOURNAL, is_scored=False, explains=True)]
+
+    asyncio.run(read())
+    assert [each is threading.main_thread() for each in answer.threads] == [True, False, False]
+
+
+def test_texts_that_are_not_in_the_prompt_are_looked_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has it all read."""
+    text = '"tool" one two one three'
+    monkeypatch.setattr(places, "_MOST_READ", 3 * len(text))
+
+    def found(messages: list[str], *tools: str) -> list[tuple[int, str]]:
+        body = SimpleNamespace(messages=messages, tools=[SimpleNamespace(name=tool) for tool in tools])
+        prompt = Rendered(text, np.arange(len(text), dtype=np.int32))
+        return list(PromptPlaces(body, prompt, ByteTokenizer())._starts())
+
+    said = [(19, "messages[3]"), (15, "messages[2]"), (11, "messages[1]"), (7, "messages[0]")]
+    assert found(["one", "two", " one\n", "three"], "four", "tool") == [*said, (0, "tools[1]")]
+    assert found(["one", "four", "", "five"], "tool") == [(15, "messages[0]"), (0, "tools[0]")]
+    assert found(["one", "four", "five", "six"], "tool") == []
+    assert found([], "four", "five", "six", "tool") == []

@@ -11,8 +11,8 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Request
 from starlette.responses import Response
@@ -45,6 +45,8 @@ from quire.spec.ids import Ids
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +149,8 @@ class ChatTurn:
         tokenising, salt = service.tokenising, request.state.client.salt(terms.cache_salt)
         async with by(terms.deadline):
             prompt = await while_connected(request.receive, conversation.rendered(tokenising, salt))
-        return cls(conversation, replace(terms, places=PromptPlaces(body, prompt, tokenising.tokenizer).at), prompt)
+        places = cache(PromptPlaces(body, prompt, tokenising.tokenizer).at)  # several choices begin at one token
+        return cls(conversation, replace(terms, places=places), prompt)
 
     async def reader(self, service: Service, request: Request, params: SamplingParams) -> Callable[[], AnswerReader]:
         """`Conversation.reader`; in a thread where it makes a grammar, which takes long for large schemas."""
@@ -235,7 +238,8 @@ async def answer(
     headers = {} if room is None else {ROOM: str(room)}
     if stream:
         headers |= journal.headers
-        events = _events(generation, form, journal, is_scored=params.prompt_logprobs is not None)
+        is_scored = params.prompt_logprobs is not None
+        events = _events(generation, form, journal, is_scored=is_scored, explains=terms.explain)
         return EventStream(events, on_close=generation.close, headers=headers)
     try:
         await while_connected(request.receive, generation.finish())
@@ -244,19 +248,25 @@ async def answer(
             return json_answer(form.whole(generation, generation.outputs()), headers)
 
         is_scored = params.logprobs is not None or params.prompt_logprobs is not None
-        response = await asyncio.to_thread(whole) if is_scored else whole()
+        response = await _made(whole, aside=is_scored or terms.explain)
         generation.tell_endings(form)
         return response
     finally:
         generation.close()
 
 
-async def _events(
-    generation: Generation, form: AnswerForm, journal: NoJournal, *, is_scored: bool
-) -> AsyncGenerator[bytes, None]:
-    """With `is_scored`, the prompt has log-probabilities, which take long."""
+async def _made(make: Callable[[], T], *, aside: bool) -> T:
+    """What a function makes; in a thread where that takes long."""
+    return await asyncio.to_thread(make) if aside else make()
 
-    def shown(found: list[tuple[int, SequenceDelta]]) -> bytes:
+
+async def _events(
+    generation: Generation, form: AnswerForm, journal: NoJournal, *, is_scored: bool, explains: bool = False
+) -> AsyncGenerator[bytes, None]:
+    """With `is_scored`, the prompt has log-probabilities, which take long. So do places in it, which the last events
+    have where it `explains`."""
+
+    def shown(found: Sequence[tuple[int, SequenceDelta]]) -> bytes:
         return b"".join([form.events(generation, i, delta) for i, delta in found if _says_something(delta)])
 
     try:
@@ -264,10 +274,11 @@ async def _events(
             await asyncio.to_thread(shown, before)
         yield journal.first(generation)
         async for found in generation.deltas():
-            events = await asyncio.to_thread(shown, found) if is_scored else shown(found)
+            is_last = any(delta.finish_reason is not None for _, delta in found)
+            events = await _made(partial(shown, found), aside=is_scored or (explains and is_last))
             yield events + journal.after(found)
         generation.tell_endings(form)
-        yield form.end(generation) + journal.last()
+        yield await _made(partial(form.end, generation), aside=explains) + journal.last()
     except Exception as caught:
         error = caught if isinstance(caught, QuireError) else defect(caught)
         yield journal.lost(error, generation) or form.failure(generation, error) + journal.last()

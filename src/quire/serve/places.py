@@ -12,6 +12,7 @@ _AT_THE_END = ("system", "instructions", "messages", "input")  # in the order of
 _TEXTS = ("text", "content", "thinking", "reasoning_content", "name", "arguments", "output")
 _COMPARED = 200  # characters by which an item is found
 _PAGE = 16
+_MOST_READ = 1 << 26  # characters that were read for texts that are not there: a fraction of a second
 
 
 class PromptPlaces:
@@ -31,20 +32,26 @@ class PromptPlaces:
         return before + [name for start, name in begun if first < start < last]
 
     def _starts(self) -> Iterator[tuple[int, str]]:
-        """Where each item begins, in characters: those of conversations from the end on, as tools repeat words."""
-        text, end = self._prompt.text, len(self._prompt.text)
+        """Where each item begins, in characters: those of conversations from the end on, as tools repeat words. After
+        many texts that are not there, no more are looked for."""
+        text = self._prompt.text
+        back, at, unread = text[::-1], 0, _MOST_READ
         for field in reversed(_AT_THE_END):
             for name, item in reversed(_items(field, getattr(self._body, field, None))):
                 said = next(_texts(item), "").strip()[:_COMPARED]
-                if said and (start := text.rfind(said, 0, end)) >= 0:
-                    end = start
-                    yield start, name
+                if said and (found := back.find(said[::-1], at)) >= 0:  # linear, which `rfind` is not
+                    at = found + len(said)
+                    yield len(text) - at, name
+                elif said and (unread := unread - (len(text) - at)) <= 0:
+                    return
         start = 0
         for name, tool in _items("tools", getattr(self._body, "tools", None)):
             called = getattr(tool, "function", tool)
             if (found := text.find(f'"{getattr(called, "name", None)}"', start)) >= 0:
                 start = found
                 yield start, name
+            elif (unread := unread - (len(text) - start)) <= 0:
+                return
 
 
 def _items(field: str, value: Any) -> Sequence[tuple[str, Any]]:
