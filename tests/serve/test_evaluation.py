@@ -13,7 +13,9 @@ from openai import BadRequestError, OpenAI
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from quire.client.output import ShownPrompt
 from quire.client.prompted import PromptedSequence
+from quire.client.request_assembler import RequestAssembler
 from quire.engine.messages import PromptLogprobs, TokenLogprobs, TokenOutput
 from quire.models.tokenizer import load_tokenizer
 from quire.scheduler.sampling_params import SamplingParams
@@ -239,9 +241,8 @@ def test_offsets_are_places_in_the_echoed_text() -> None:
     text = "aé!"
     prompt = [0, *text.encode()]
     params = SamplingParams(max_tokens=2, prompt_logprobs=1, logprobs=1)
-    sequence = PromptedSequence(
-        params, Bytes(), index=0, prompt=text, token_ids=np.array(prompt, dtype=np.int32), echo=True, scored=[]
-    )
+    shown = ShownPrompt(params, Bytes(), prompt=text, token_ids=np.array(prompt, dtype=np.int32), echo=True)
+    sequence = PromptedSequence(params, Bytes(), index=0, prompt=shown)
     one = TokenLogprobs(-1.0, 2, [98], [-0.5])
     sequence.push(TokenOutput(request_id="r", prompt_logprobs=scored(one, one)))
     sequence.push(TokenOutput(request_id="r", prompt_logprobs=scored(one, one)))
@@ -267,8 +268,53 @@ def test_scores_of_a_prompt_are_made_when_they_are_read() -> None:
 
     ids = np.array([97, 99], dtype=np.int32)
     params = SamplingParams(max_tokens=1, prompt_logprobs=1)
-    sequence = PromptedSequence(params, Recorded(), index=0, prompt="ac", token_ids=ids, echo=True, scored=[])
+    prompt = ShownPrompt(params, Recorded(), prompt="ac", token_ids=ids, echo=True)
+    sequence = PromptedSequence(params, Recorded(), index=0, prompt=prompt)
     sequence.push(TokenOutput(request_id="r", prompt_logprobs=scored(TokenLogprobs(-1.0, 2, [98], [-0.5]))))
     shown = sequence.push(TokenOutput(request_id="r", token_ids=[100], finish_reason="length")).prompt
     assert shown is not None and 98 not in decoded
     assert shown.logprobs is not None and shown.logprobs[1] is not None and 98 in decoded
+
+
+@pytest.mark.parametrize("prompt", ["ac", None])
+def test_the_sequences_of_a_request_share_the_prompt(prompt: str | None) -> None:
+    """Its tokens are not decoded one by one where no log-probabilities are asked for."""
+    decoded: list[list[int]] = []
+
+    class Recorded(Bytes):
+        def decode(self, token_ids: Any, **options: Any) -> str:
+            decoded.append(list(token_ids))
+            return super().decode(token_ids, **options)
+
+    request = RequestAssembler(
+        request_id="r",
+        prompt=prompt,
+        prompt_token_ids=np.array([97, 99], dtype=np.int32),
+        params=SamplingParams(n=3, max_tokens=1),
+        decoder=Recorded(),
+        echo=True,
+    )
+    for name in request.sequences:
+        request.push(TokenOutput(request_id=name, token_ids=[100], finish_reason="length"))
+    assert [each.text for each in request.output().outputs] == ["acd"] * 3
+    assert [each for each in decoded if each != [100]] == ([] if prompt else [[97, 99]])
+
+
+def test_offsets_are_places_in_the_text_that_is_shown() -> None:
+    """Also where an answer has special tokens and parts of characters."""
+    ids, one = [97, 0, *"€".encode(), 98], TokenLogprobs(-1.0, 2, [98], [-0.5])
+    request = RequestAssembler(
+        request_id="r",
+        prompt=None,
+        prompt_token_ids=np.array([97], dtype=np.int32),
+        params=SamplingParams(logprobs=1, max_tokens=6),
+        decoder=Bytes(),
+    )
+    form, again = (TextChoices(CompletionBody(prompt="", logprobs=1)) for _ in range(2))
+    streamed: list[int] = []
+    for token_id in ids:
+        delta = request.push(TokenOutput(request_id="r-0", token_ids=[token_id], logprobs=[one]))
+        streamed += (form.logprobs(0, delta) or {})["text_offset"]
+    whole = again.logprobs(0, request.output().outputs[0])
+    assert whole is not None and request.output().outputs[0].text == "a€b"
+    assert streamed == whole["text_offset"] == [0, 1, 1, 1, 1, 2]

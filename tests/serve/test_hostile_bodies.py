@@ -242,7 +242,7 @@ def test_tokens_that_read_alike_keep_their_own_logprobs() -> None:
         9: Logprob(logprob=-2.0, rank=3, decoded_token="\ufffd"),
     }
     for drawn, expected in ((7, ["\ufffd", "a", "token_id:9"]), (9, ["token_id:7", "a", "\ufffd"])):
-        part = CompletionOutput(index=0, text="", token_ids=[drawn], logprobs=[position])
+        part = CompletionOutput(index=0, text="", token_ids=[drawn], logprobs=[position], text_offsets=[0])
         shape = TextChoices(CompletionBody(prompt="", logprobs=3)).logprobs(0, part)
         assert shape is not None
         assert shape["top_logprobs"] == [dict(zip(expected, (-0.5, -1.0, -2.0), strict=True))]

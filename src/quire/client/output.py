@@ -25,6 +25,7 @@ from quire.engine.messages import DraftUse, SequenceTimes, TokenLogprobs, TokenO
 from quire.observe.explain import Explanation
 from quire.scheduler.request import Begun
 from quire.scheduler.sampling_params import SamplingParams
+from quire.spec.ids import Ids
 from quire.spec.pooling import Vectors
 
 _REPLACEMENT = "\ufffd"
@@ -34,8 +35,8 @@ _MOST_KEPT = 11  # tokens that stay when older ones are dropped
 
 
 class Decoder(Protocol):
-    """The only method of a tokenizer that text assembly needs. `token_texts` of `models.tokenizer.Tokenizer` makes it
-    faster where there is one."""
+    """The only method of a tokenizer that text assembly needs. Where there are `token_texts` and `token_bytes` of
+    `models.tokenizer.Tokenizer`, the first makes it faster, and the second knows the parts of a character."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool | str = True) -> str: ...
 
@@ -48,27 +49,10 @@ class Logprob(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     decoded_token: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShownPrompt:
-    """A prompt that is a part of an answer. Of an echoed prompt, `tokens[i]` is the text of a token by itself, which
-    begins at `offsets[i]` of `text`. `score` makes its `logprobs`."""
-
-    token_ids: list[int]
-    score: Callable[[], list[dict[int, Logprob] | None] | None]
-    text: str = ""
-    tokens: Sequence[str] = ()
-    offsets: Sequence[int] = ()
-
-    @cached_property
-    def logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        """Entry `i` maps token ids to their log-probability at position `i`, and is None where nothing precedes; None
-        if they were not asked for. Those of a long prompt take seconds, so a server makes them in a thread."""
-        return self.score()
-
-
 @dataclass(slots=True, kw_only=True)
 class CompletionOutput:
-    """One generated sequence. `logprobs[i]` maps token ids to their log-probability at generated position `i`.
+    """One generated sequence. `logprobs[i]` maps token ids to their log-probability at generated position `i`, whose
+    text begins at `text_offsets[i]` of the whole text.
 
     `finish_reason` is "stop", "length", "abort" or "error"; `stop_reason` is the stop string or stop token that ended
     it, None for the model's own end-of-sequence token. `explanation` says why no more of its prompt was cached, if the
@@ -82,6 +66,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     logprobs: list[dict[int, Logprob]] | None = None
+    text_offsets: list[int] | None = None
     cumulative_logprob: float | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -182,6 +167,79 @@ class TextStream:
         return self._decoder.decode(token_ids, skip_special_tokens=self._skip)
 
 
+class ShownPrompt:
+    """A prompt that is a part of the answers of a request: echoed, or `scored`. Each field is made when it is read:
+    those of each token of a long prompt take seconds, so a server makes them in a thread."""
+
+    def __init__(
+        self, params: SamplingParams, decoder: Decoder | None, *, prompt: str | None, token_ids: Ids, echo: bool
+    ) -> None:
+        self.token_ids: list[int] = token_ids.tolist()
+        self.scored: list[TokenLogprobs] = []  # of one sequence, for all
+        self._params, self._decoder = params, decoder
+        self._prompt, self._echo = prompt, echo
+
+    @cached_property
+    def text(self) -> str:
+        """That of an echo."""
+        if not self._echo or self._decoder is None:
+            return ""
+        if self._prompt is not None:  # without what the tokenizer has added
+            return self._prompt
+        return self._decoder.decode(self.token_ids, skip_special_tokens=self._params.skip_special_tokens)
+
+    @cached_property
+    def tokens(self) -> list[str]:
+        """The text of each token by itself."""
+        return [text_of(self._decoder, token_id) for token_id in self.token_ids]
+
+    @cached_property
+    def offsets(self) -> list[int]:
+        """Where the text of each token begins in `text`."""
+        if self._decoder is None:
+            return [0] * len(self.token_ids)
+        skip = self._params.skip_special_tokens
+        if self._prompt is not None:
+            skip = self._decoder.decode(self.token_ids, skip_special_tokens=False) != self.text
+        stream, offsets, at = TextStream(self._decoder, skip_special_tokens=skip), list[int](), 0
+        for token_id in self.token_ids:
+            offsets.append(min(at, len(self.text)))
+            at += len(stream.push(token_id))
+        return offsets
+
+    @cached_property
+    def logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """Entry `i` maps token ids to their log-probability at position `i`, and is None where nothing precedes; None
+        if they were not asked for."""
+        if self._params.prompt_logprobs is None:
+            return None
+        rest = zip(self.token_ids[1:], self.scored, strict=False)
+        return [None, *(position_of(self._decoder, token_id, found) for token_id, found in rest)]
+
+
+def bytes_of(decoder: Decoder | None, token_id: int) -> bytes:
+    """What a token adds to a text."""
+    if decoder is None:
+        return b""
+    find: Callable[[int], bytes] | None = getattr(decoder, "token_bytes", None)
+    return find(token_id) if find else decoder.decode([token_id], skip_special_tokens=False).encode()
+
+
+def text_of(decoder: Decoder | None, token_id: int) -> str:
+    """What a token adds to a text, with marks for parts of a character."""
+    return bytes_of(decoder, token_id).decode(errors="replace")
+
+
+def position_of(decoder: Decoder | None, token_id: int, found: TokenLogprobs) -> dict[int, Logprob]:
+    """The log-probabilities at one position: first of the token drawn, then of the most likely ones."""
+    top = zip(found.top_ids, found.top_logprobs, range(1, len(found.top_ids) + 1), strict=True)
+    position: dict[int, Logprob] = {}
+    for each, logprob, rank in ((token_id, found.logprob, found.rank), *top):
+        if each not in position:
+            position[each] = Logprob(logprob=logprob, rank=rank, decoded_token=text_of(decoder, each))
+    return position
+
+
 def _final_length(text: str) -> int:
     """Length of `text` without the marks at its end that may be the start of an unfinished character."""
     end = len(text)
@@ -203,6 +261,7 @@ class SequenceAssembler:
         self.index = index
         self.token_ids: list[int] = []
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        self.text_offsets: list[int] | None = None if params.logprobs is None else []
         self.use = CacheUse()
         self.drafts = DraftUse()
         self.times: SequenceTimes | None = None
@@ -217,6 +276,7 @@ class SequenceAssembler:
         self._stream = decoder and TextStream(decoder, skip_special_tokens=params.skip_special_tokens)
         self._stop = StopStrings(StopAutomaton.of(params.stop), include=params.include_stop_str_in_output)
         self._pieces: list[str] = []
+        self._num_characters = 0  # with those that are held back
 
     @property
     def finished(self) -> bool:
@@ -237,7 +297,7 @@ class SequenceAssembler:
             self.explanation = output.explanation or self.explanation
             for i, token_id in enumerate(output.token_ids):
                 if self.logprobs is not None and output.logprobs is not None:
-                    self.logprobs.append(self._position(token_id, output.logprobs[i]))
+                    self.logprobs.append(position_of(self._decoder, token_id, output.logprobs[i]))
                 is_last = output.finish_reason == "stop" and i == len(output.token_ids) - 1
                 is_stop = is_last and token_id == output.stop_token
                 ended = self.push_token(token_id, shown=not is_stop or self._params.include_stop_str_in_output)
@@ -253,6 +313,7 @@ class SequenceAssembler:
             text="".join(self._pieces[first_piece:]),
             token_ids=self.token_ids[first_token:],
             logprobs=None if self.logprobs is None else self.logprobs[first_token:],
+            text_offsets=None if self.text_offsets is None else self.text_offsets[first_token:],
             finish_reason=None if waits else self.finish_reason,
             stop_reason=None if waits else self.stop_reason,
             must_abort=ended and output.finish_reason is None,
@@ -268,6 +329,8 @@ class SequenceAssembler:
         if self.finished:
             return False
         self.token_ids.append(token_id)
+        if self.text_offsets is not None:
+            self.text_offsets.append(self._num_characters)
         if self._stream and shown:
             self._show(self._stream.push(token_id))
         return self.finish_reason is not None
@@ -288,6 +351,7 @@ class SequenceAssembler:
             text=self.text,
             token_ids=list(self.token_ids),
             logprobs=self.logprobs,
+            text_offsets=self.text_offsets,
             cumulative_logprob=total,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
@@ -298,6 +362,7 @@ class SequenceAssembler:
 
     def _show(self, text: str) -> None:
         """Pass final text through the stop strings; ends the sequence when one is complete."""
+        self._num_characters += len(text)
         if len(self.token_ids) >= self._params.min_tokens:
             text, stop = self._stop.push(text)
             if stop is not None:
@@ -313,15 +378,3 @@ class SequenceAssembler:
             if output.stop_token is not None and output.stop_token in self._params.stop_token_ids:
                 self.stop_reason = output.stop_token
             self._pieces.append(self._stop.flush())
-
-    def _text_of(self, token_id: int) -> str:
-        return self._decoder.decode([token_id], skip_special_tokens=False) if self._decoder else ""
-
-    def _position(self, token_id: int, found: TokenLogprobs) -> dict[int, Logprob]:
-        """The log-probabilities at one position: first of the token drawn, then of the most likely ones."""
-        top = zip(found.top_ids, found.top_logprobs, range(1, len(found.top_ids) + 1), strict=True)
-        position: dict[int, Logprob] = {}
-        for each, logprob, rank in ((token_id, found.logprob, found.rank), *top):
-            if each not in position:
-                position[each] = Logprob(logprob=logprob, rank=rank, decoded_token=self._text_of(each))
-        return position

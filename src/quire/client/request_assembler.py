@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from quire.cache.request_kv import CacheUse
 from quire.cache.session import SessionGrant
-from quire.client.output import CompletionOutput, Decoder, Logprob, SequenceAssembler, SequenceDelta
+from quire.client.output import CompletionOutput, Decoder, Logprob, SequenceAssembler, SequenceDelta, ShownPrompt
 from quire.client.pooled import PooledSequence
 from quire.client.prompted import PromptedSequence
 from quire.engine.messages import EngineRequest, TokenOutput
@@ -59,8 +59,9 @@ class RequestAssembler:
     def __post_init__(self) -> None:
         make: Callable[..., SequenceAssembler] = SequenceAssembler
         if self.echo or self.params.prompt_logprobs is not None:
-            prompt, ids = self.prompt, self.prompt_token_ids
-            make = partial(PromptedSequence, prompt=prompt, token_ids=ids, echo=self.echo, scored=[])
+            ids, echo = self.prompt_token_ids, self.echo
+            shown = ShownPrompt(self.params, self.decoder, prompt=self.prompt, token_ids=ids, echo=echo)
+            make = partial(PromptedSequence, prompt=shown)
         if self.params.pooled:
             make = PooledSequence
         assemblers = [make(self.params, self.decoder, index=i) for i in range(self.params.n)]

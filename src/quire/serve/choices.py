@@ -147,7 +147,6 @@ class TextChoices(ChoiceForm):
         self._num_top = body.logprobs
         self._echoes = bool(body.echo)
         self._scores = body.prompt_logprobs is not None
-        self._num_characters: dict[int, int] = {}  # key: choice; characters of the tokens shown
 
     def content(self, index: int, part: CompletionOutput) -> dict[str, object]:
         return {"text": part.text} | (_prompt_logprobs(part) if self._scores else {})
@@ -161,17 +160,15 @@ class TextChoices(ChoiceForm):
     def logprobs(self, index: int, part: CompletionOutput) -> dict[str, Any] | None:
         if self._num_top is None:
             return None
-        tokens, offsets, at = list[str](), list[int](), self._num_characters.get(index, 0)
+        tokens, offsets = list[str](), list[int]()
         positions: list[tuple[int, dict[int, Logprob] | None]] = []
         if self._echoes and part.prompt is not None and part.prompt.logprobs is not None:
-            tokens, offsets, at = list(part.prompt.tokens), list(part.prompt.offsets), len(part.prompt.text)
+            tokens, offsets = part.prompt.tokens[:], part.prompt.offsets[:]
             positions += zip(part.prompt.token_ids, part.prompt.logprobs, strict=True)
         for token_id, position in zip(part.token_ids, part.logprobs or (), strict=True):
             positions.append((token_id, position))
             tokens.append(position[token_id].decoded_token)
-            offsets.append(at)
-            at += len(tokens[-1])
-        self._num_characters[index] = at
+        offsets += part.text_offsets or ()
         if not positions:
             return None
         top = [None if position is None else _by_text(position, drawn, self._num_top) for drawn, position in positions]
