@@ -138,6 +138,9 @@ class ByteTokenizer:
     def names(self, token_ids: Sequence[int]) -> list[str]:
         return [chr(token) for token in token_ids]
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
     def description(self) -> dict[str, Any]:
         return {"tokenizer_class": type(self).__name__, "eos_token": None}
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as BackendTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from quire.cache.request_kv import CacheUse
-from quire.client.output import SequenceAssembler, SequenceDelta, TextStream
+from quire.client.output import SequenceAssembler, SequenceDelta, TextStream, text_of
 from quire.client.request_assembler import RequestAssembler
 from quire.client.stop_strings import StopAutomaton, StopStrings
 from quire.engine.messages import TokenLogprobs, TokenOutput
@@ -336,6 +336,23 @@ def test_a_table_of_texts_changes_nothing(name: str, ids: list[int], skip: bool)
     shown = ["".join(stream.push(token_id) for token_id in ids) + stream.flush() for stream in (quick, slow)]
     assert shown[0] == shown[1] or name == "sentencepiece"  # it shows bytes that are no text by the length of their run
     assert shown[0] == whole or name == "sentencepiece"
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(st.text(st.sampled_from("ab. é€한😀\ufffd"), max_size=20))
+@settings(deadline=None)
+def test_the_bytes_of_tokens_are_those_of_the_text(name: str, text: str) -> None:
+    """Also of a part of a character. A space at the start of a text is dropped, and is one of its token's."""
+    tokenizer = tokenizer_of(name)
+    ids = tokenizer.encode(text, add_special_tokens=False).tolist()
+    joined = b"".join(map(tokenizer.token_bytes, ids)).decode()
+    assert joined.removeprefix(" " if name == "sentencepiece" else "") == tokenizer.decode(ids)
+
+
+def test_a_token_s_text_is_what_it_adds() -> None:
+    tokenizer = sentencepiece_tokenizer()
+    assert [text_of(tokenizer, each) for each in tokenizer.encode("a €")] == [" a", " ", "\ufffd", "\ufffd", "\ufffd"]
+    assert [tokenizer.token_bytes(each) for each in (1, 9999)] == [b"<s>", b""]
 
 
 def test_most_tokens_are_not_decoded() -> None:

@@ -136,6 +136,16 @@ def test_the_input_of_a_message_is_json(scripted: LiveServer) -> None:
     assert whole["function"]["arguments"] == arguments
 
 
+def test_the_bytes_of_all_tokens_are_the_text(scripted: LiveServer) -> None:
+    """Each byte of the character is a token."""
+    said = [{"role": "user", "content": "@@@a€b@@@"}]
+    found = choice(scripted, {"messages": said, "logprobs": True, "top_logprobs": 1})
+    content = found["logprobs"]["content"]
+    assert [each["token"] for each in content] == ["a", *["\ufffd"] * 3, "b", "<|end|>"]
+    assert bytes(byte for each in content for byte in each["bytes"]) == "a€b<|end|>".encode()
+    assert all(each["top_logprobs"][0]["bytes"] == each["bytes"] for each in content)
+
+
 class _Broken:
     """An answer, and its form, that a defect ends."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -21,6 +22,15 @@ from quire.models.source import ModelSource, quiet, reading
 from quire.plan.source import check_tokenizer
 from quire.spec.ids import Ids
 
+_MARK = "\ufffd"
+
+_BYTE_NAME = re.compile("<0x([0-9A-F]{2})>")
+
+_SHOWN = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+_HIDDEN = [byte for byte in range(256) if byte not in _SHOWN]
+_ALPHABET = {chr(byte): byte for byte in _SHOWN} | {chr(256 + i): byte for i, byte in enumerate(_HIDDEN)}
+"""The bytes that characters stand for in the names of byte-level vocabularies, such as GPT-2's."""
+
 _MOST_JOINED = 4
 """Characters of which a normal form makes one."""
 
@@ -38,6 +48,7 @@ class Tokenizer:
         self.vocab_size = max(tokenizer.get_vocab().values(), default=-1) + 1  # ids may have holes
         self._tokenizer = tokenizer
         self._response_template = _response_template(tokenizer, response_template)
+        self._token_bytes: dict[int, bytes] = {}
         self._token_texts: dict[bool | str, TokenTexts | None] = {}  # key: `skip_special_tokens`
 
     @property
@@ -125,6 +136,24 @@ class Tokenizer:
             before = self.encode("a", add_special_tokens=False)[-1:].tolist() if is_plain else []
             self._token_texts[skip_special_tokens] = TokenTexts(decode, before) if decode(before).isalpha() else None
         return self._token_texts[skip_special_tokens]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text that is not empty; it may be a part of a character."""
+        if token_id not in self._token_bytes:
+            self._token_bytes[token_id] = self._bytes_of(token_id)
+        return self._token_bytes[token_id]
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        texts = self.token_texts(skip_special_tokens=False)
+        text = None if texts is None else texts[token_id]
+        if text is None:
+            text = self.decode([token_id], skip_special_tokens=False)
+        [name] = self.names([token_id])
+        if _MARK not in text or not name:
+            return text.encode()
+        if found := _BYTE_NAME.fullmatch(name):
+            return bytes.fromhex(found[1])
+        return bytes(map(_ALPHABET.__getitem__, name)) if _ALPHABET.keys() >= set(name) else text.encode()
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
@@ -235,7 +264,7 @@ class TokenTexts(dict[int, str | None]):
 
     def __missing__(self, token_id: int) -> str | None:
         text = self._decode([*self._before, token_id])
-        is_whole = text.startswith(self._text_before) and "\ufffd" not in text
+        is_whole = text.startswith(self._text_before) and _MARK not in text
         found = self[token_id] = text[len(self._text_before) :] if is_whole else None
         return found
 

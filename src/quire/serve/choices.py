@@ -41,7 +41,7 @@ def completions_router(service: Service) -> APIRouter:
         if body.truncate_prompt_tokens is not None:
             prompt = prompt[-body.truncate_prompt_tokens :]
         reader = await turn.reader(service, request, params)
-        form = MessageChoices(body, reader)
+        form = MessageChoices(body, reader, service.tokenising.tokenizer.token_bytes)
         return await answer(service, request, [prompt], params, turn.terms, form, stream=body.stream)
 
     return router
@@ -212,15 +212,17 @@ def _prompt_logprobs(part: CompletionOutput) -> dict[str, Any]:
 class MessageChoices(ChoiceForm):
     """Choices with a message, in chunks a delta, and OpenAI's newer shape of logprobs: an object for each token.
 
-    `reader` makes a reader for the text of each choice. The chunk with the role leaves with the first token.
+    `reader` makes a reader for the text of each choice, `token_bytes` are a token's. The chunk with the role leaves
+    with the first token.
     """
 
     kind = "chatcmpl-"
     answer_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, body: ChatBody, reader: Callable[[], AnswerReader]) -> None:
+    def __init__(self, body: ChatBody, reader: Callable[[], AnswerReader], token_bytes: Callable[[int], bytes]) -> None:
         super().__init__(body)
+        self._token_bytes = token_bytes
         self._num_top = body.top_logprobs or 0
         self._reader = reader
         self._readers: dict[int, AnswerReader] = {}  # key: choice, from its first chunk on
@@ -265,7 +267,7 @@ class MessageChoices(ChoiceForm):
         """One object for each token."""
         if not part.logprobs:
             return None
-        return {"content": token_logprobs(part, self._num_top), "refusal": None}
+        return {"content": token_logprobs(part, self._num_top, self._token_bytes), "refusal": None}
 
 
 def _delta(piece: Piece) -> dict[str, object]:
@@ -295,18 +297,15 @@ def _finish(part: CompletionOutput, reader: AnswerReader) -> dict[str, object]:
     return {"finish_reason": "tool_calls"} if part.finish_reason == "stop" and reader.num_calls else {}
 
 
-def token_logprobs(part: CompletionOutput, num_top: int) -> list[dict[str, Any]]:
-    """An object for each token, in OpenAI's newer shape."""
+def token_logprobs(part: CompletionOutput, num_top: int, token_bytes: Callable[[int], bytes]) -> list[dict[str, Any]]:
+    """An object for each token, in OpenAI's newer shape. The bytes of all are those of the text."""
+
+    def shown(token_id: int, logprob: Logprob) -> dict[str, Any]:
+        own = list(token_bytes(token_id))
+        return {"token": logprob.decoded_token, "logprob": logprob.logprob, "bytes": own}
+
     return [
-        _token(position[token_id])
-        | {"top_logprobs": [_token(logprob) for _, logprob in most_likely(position, token_id, num_top)]}
+        shown(token_id, position[token_id])
+        | {"top_logprobs": [shown(*each) for each in most_likely(position, token_id, num_top)]}
         for position, token_id in zip(part.logprobs or (), part.token_ids, strict=True)
     ]
-
-
-def _token(logprob: Logprob) -> dict[str, Any]:
-    return {
-        "token": logprob.decoded_token,
-        "logprob": logprob.logprob,
-        "bytes": list(logprob.decoded_token.encode()),
-    }

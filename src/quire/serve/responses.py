@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -46,7 +46,8 @@ def responses_router(service: Service) -> APIRouter:
         if params.logprobs is not None and not reader.is_plain:
             raise BadField(f"{LOGPROBS} is for answers without tools and reasoning.", param="include")
         room = room_if_less(service, turn.prompt, params, body.max_output_tokens)
-        form, ids = ResponseForm(body, params, turn.conversation, reader), [turn.prompt.token_ids]
+        token_bytes, ids = service.tokenising.tokenizer.token_bytes, [turn.prompt.token_ids]
+        form = ResponseForm(body, params, turn.conversation, reader, token_bytes)
         return await answer(service, request, ids, params, turn.terms, form, stream=body.stream, room=room)
 
     @router.post("/v1/responses/input_tokens")
@@ -74,11 +75,16 @@ class ResponseForm(AnswerForm):
     kind = "resp_"
 
     def __init__(
-        self, body: ResponsesBody, params: SamplingParams, conversation: Conversation, reader: AnswerReader
+        self,
+        body: ResponsesBody,
+        params: SamplingParams,
+        conversation: Conversation,
+        reader: AnswerReader,
+        token_bytes: Callable[[int], bytes],
     ) -> None:
         self._repeated = _repeated(body, params, conversation)
         self._num_top = None if params.logprobs is None else body.top_logprobs or 0
-        self._reader = reader
+        self._reader, self._token_bytes = reader, token_bytes
         self._items = Items(keeps_reasoning=body.includes(ENCRYPTED))
         self._last: CompletionOutput | None = None
         self._num_events = 0
@@ -122,7 +128,7 @@ class ResponseForm(AnswerForm):
 
     def _read(self, part: CompletionOutput, pieces: list[Piece]) -> list[Event]:
         self._last = part
-        logprobs = token_logprobs(part, self._num_top) if self._num_top is not None else []
+        logprobs = token_logprobs(part, self._num_top, self._token_bytes) if self._num_top is not None else []
         if logprobs and not pieces:
             pieces = [Content("")]
         return [event for piece in pieces for event in self._items.add(piece, logprobs)]
