@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from quire.routing.upstream import Upstream
+from quire.serve.journal import GENERATING, TOKENS
 from tests.routing.live_router import SECRET, LiveRouter, wait_until
 from tests.serve.live_server import LiveServer
 
@@ -81,11 +82,13 @@ def test_what_was_cached_before_the_router_began_is_known(servers: list[LiveServ
 def test_every_dialect_is_routed(router: LiveRouter, servers: list[LiveServer]) -> None:
     turns = {"messages": [{"role": "user", "content": "Tell me. " + TEXT * 5}], "max_tokens": 2}
     bodies: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {"prompt": TEXT * 5, "max_tokens": 2}),
         ("/v1/chat/completions", turns),
         ("/v1/messages", turns),
         ("/v1/responses", {"input": turns["messages"], "max_output_tokens": 16}),
         ("/generate", {"text": TEXT * 5, "sampling_params": {"max_new_tokens": 2}}),
     ]
+    assert {path for path, _ in bodies} == GENERATING
     for path, body in bodies:
         for server in (1, 0):
             for each in servers:
@@ -95,6 +98,34 @@ def test_every_dialect_is_routed(router: LiveRouter, servers: list[LiveServer]) 
             before = sent(router)
             assert router.request(path, body)[0] == 200
             assert sent(router)[server] == before[server] + 1, path
+
+
+def retained(server: LiveServer) -> int:
+    return len(server.request("/v1/cache/retained")[1]["retentions"])
+
+
+def test_what_generates_nothing_is_asked_once(router: LiveRouter, servers: list[LiveServer]) -> None:
+    """The server it goes to answers it, and is asked for no tokens before."""
+    ask(router, TEXT * 5)
+    wait_until(lambda: getattr(router.router._chooser, "_index", None) is not None)
+
+    def answers() -> float:
+        texts = [server.request("/metrics")[1] for server in servers]
+        lines = [line for text in texts for line in text.splitlines() if line.startswith("quire_http_responses_total{")]
+        return sum(float(line.split()[-1]) for line in lines if "/metrics" not in line and "/health" not in line)
+
+    for path, body in (("/tokenize", {"prompt": TEXT}), ("/v1/cache/retain", {"prompt": TEXT * 5, "ttl_seconds": 1})):
+        before = answers()
+        assert router.request(path, body)[0] == 200
+        assert answers() == before + 1, path
+
+
+def test_a_server_that_is_asked_for_tokens_runs_nothing_else(servers: list[LiveServer]) -> None:
+    body, asks = {"prompt": TEXT * 5, "ttl_seconds": 60}, {TOKENS: f"0 {SECRET}"}
+    before = retained(servers[0])
+    status, _, answer = servers[0].exchange("/v1/cache/retain", body, headers=asks)
+    assert status == 400 and TOKENS in answer["error"]["message"]
+    assert retained(servers[0]) == before
 
 
 def test_a_server_that_is_lost_is_forgotten(servers: list[LiveServer]) -> None:

@@ -22,7 +22,7 @@ from quire.observe.kv_batch import AllBlocksCleared, BlockStored, KvBatch, KvEve
 from quire.routing.page_index import EventOrder, PageIndex
 from quire.routing.relay import passed_on
 from quire.routing.upstream import Preference, Upstream, preference_of
-from quire.serve.journal import TOKENS, PromptTokens
+from quire.serve.journal import GENERATING, TOKENS, PromptTokens
 from quire.serve.session_header import SESSION
 from quire.spec.events import Namespace
 
@@ -84,7 +84,8 @@ class EventChooser(Chooser):
     async def choice(self, request: Request, body: bytes, upstreams: Sequence[Upstream]) -> Preference:
         found = preference_of(body, request.headers.get(SESSION, ""))
         first = next(iter(found.order(upstreams)), None)
-        if first is None or not first.secret or self._index is None or request.method != "POST" or found.stays:
+        asks = request.method == "POST" and request.scope["path"] in GENERATING and not found.stays
+        if first is None or not first.secret or self._index is None or not asks:
             return found
         try:
             asked = passed_on(first, request, body, asks=TOKENS)

@@ -18,10 +18,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.errors import BodyTooLarge
+from quire.errors import BodyTooLarge, InvalidInput
 from quire.serve.config import MOST_BODY_BYTES
 from quire.serve.errors import COME_AGAIN, RETRY_AFTER_S, error_response, form_of
-from quire.serve.journal import JOURNAL, MOST_JOURNAL_BYTES, TOKENS, behind_journal
+from quire.serve.journal import GENERATING, JOURNAL, MOST_JOURNAL_BYTES, TOKENS, behind_journal
 from quire.serve.keys import Keys
 
 logger = logging.getLogger(__name__)
@@ -78,9 +78,10 @@ class Gate:
             await send(message)
 
         client, refusal = self._keys.refusal(scope["path"], _given_key(headers.raw))
-        scope.setdefault("state", {}).update(
-            request_id=request_id, client=client, asks_tokens=self._asked(headers, TOKENS) is not None
-        )
+        asks_tokens = self._asked(headers, TOKENS) is not None
+        scope.setdefault("state", {}).update(request_id=request_id, client=client, asks_tokens=asks_tokens)
+        if refusal is None and asks_tokens and scope["path"] not in GENERATING:
+            refusal = InvalidInput(f"{TOKENS} is for routes that generate.", fix="leave it out.")
         length, most, journal = headers.get("content-length", "0"), self._most_body_bytes, self._asked(headers, JOURNAL)
         if journal is not None:
             receive, most = behind_journal(receive, journal, scope["state"]), most + journal

@@ -36,6 +36,9 @@ MOST_JOURNAL_BYTES = 16 << 20
 TOKENS = "X-Quire-Tokens"
 """Header of a request that is to be answered with the `PromptTokens` of its first prompt, and not computed."""
 
+GENERATING = {"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/generate"}
+"""Routes that answer it. Others do not run for it."""
+
 PREFIX = b": "
 LOST, END = b'{"lost":', b'{"end":'
 """How lines begin that say that the server cannot go on, or that the stream is complete."""
