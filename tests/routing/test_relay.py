@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 from quire.routing import relay
+from quire.routing.relay import Relay
+from quire.routing.tracing import RouteSpan
+from quire.routing.upstream import Preference, Upstream
 from quire.serve.journal import JOURNAL
 from tests.routing.live_router import SECRET, LiveRouter, wait_until
 from tests.serve.live_server import LiveServer
@@ -143,3 +149,63 @@ def test_a_stream_ends_with_an_error_if_no_server_comes_back(monkeypatch: pytest
         server.close()
         error, done, _ = stream.result()[1].split("\n\n")[-3:]
         assert done == "data: [DONE]" and "no server can answer now: decode-0 does not answer" in error
+
+
+def relayed(chunks: Sequence[bytes], headers: dict[str, str]) -> bytes:
+    """What the client sees of a stream that comes in these chunks."""
+    seen = bytearray()
+
+    async def aiter_raw() -> AsyncIterator[bytes]:
+        for chunk in chunks:
+            yield chunk
+
+    async def send(message: Any) -> None:
+        seen.extend(message.get("body", b""))
+
+    request: Any = SimpleNamespace(scope={"path": "/v1/completions"}, state=SimpleNamespace(request_id="r"))
+    answer: Any = SimpleNamespace(status_code=200, headers=httpx.Headers(headers), aiter_raw=aiter_raw)
+    client: Any = None
+    relay = Relay(client, request, b"{}", Preference(b""), send, RouteSpan())
+    assert asyncio.run(relay._stream(Upstream(name="a", role="engine", url=""), answer))
+    return bytes(seen)
+
+
+@pytest.mark.parametrize("headers", [{JOURNAL: "1"}, {}])
+def test_events_are_whole_wherever_chunks_end(headers: dict[str, str]) -> None:
+    events = b"data: a\n\n\n\ndata: b\ndata: c\n\n"
+    stream = events + (b': {}\n\n: {"end":true}\n\n' if headers else b"data: d")
+    for size in range(1, len(stream) + 1):
+        chunks = [stream[at : at + size] for at in range(0, len(stream), size)]
+        assert relayed(chunks, headers) == events + (b"" if headers else b"data: d"), size
+
+
+class Joined(bytearray):
+    """Chunks that came; it counts the bytes that are searched in them."""
+
+    searched = 0
+
+    def __iadd__(self, chunk: Any) -> Joined:
+        self.extend(chunk)
+        return self
+
+    def find(self, wanted: Any, start: Any = 0, *_: Any) -> int:
+        Joined.searched += len(self) - start
+        return super().find(wanted, start)
+
+    def split(self, wanted: Any = None, *_: Any) -> Any:
+        Joined.searched += len(self)
+        return [Joined(each) for each in super().split(wanted)]
+
+
+class Chunk(bytes):
+    def __radd__(self, before: bytes) -> Joined:
+        return Joined(before + bytes(self))
+
+
+def test_a_large_event_is_searched_once() -> None:
+    """And not again with each chunk."""
+    size, count = 100, 1000
+    chunks = [Chunk(b"data: " + b"x" * size), *[Chunk(b"x" * size)] * count, Chunk(b'\n\n: {}\n\n: {"end":true}\n\n')]
+    before = Joined.searched
+    assert len(relayed(chunks, {JOURNAL: "1"})) > size * count
+    assert 0 < Joined.searched - before < 3 * size * count

@@ -176,15 +176,18 @@ class Relay:
     async def _stream(self, upstream: Upstream, answer: httpx.Response) -> bool:
         """Pass events on as soon as the journal has what they show."""
         is_journaled = self._can_continue = JOURNAL in answer.headers
-        pending, shown = b"", bytearray()
+        pending, shown = bytearray(), bytearray()
         async for chunk in answer.aiter_raw():
+            looked = max(0, len(pending) - 1)
             pending += chunk
+            if pending.find(b"\n\n", looked) < 0:  # a large event comes in many chunks
+                continue
             *blocks, pending = pending.split(b"\n\n")
             for block in blocks:
                 if not block.startswith(PREFIX):
                     shown += block + b"\n\n"
                     continue
-                line = block[len(PREFIX) :]
+                line = bytes(block[len(PREFIX) :])
                 if line.startswith(LOST):
                     return self._is_lost(upstream, line)
                 if line.startswith(END):
