@@ -35,10 +35,12 @@ UNIT, DEVICE, MIB = 1 << 16, 3, 1 << 20
 
 
 class StandIn:
-    """The library, and how much of its memory is free."""
+    """The library, and how much of its memory is free. Torch keeps `kept` bytes beside."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
+        self.kept = 0
+        self.releases = 0
         self._library = ctypes.CDLL(self.path)
         self._library.stand_in_free.restype = ctypes.c_size_t
 
@@ -50,7 +52,11 @@ class StandIn:
         return int(self._library.stand_in_free())
 
     def backing(self, num_bytes: int, _device: object = None) -> CudaBacking:
-        return CudaBacking(num_bytes, CudaDriver(DEVICE, self.path), view, lambda: None)
+        return CudaBacking(num_bytes, CudaDriver(DEVICE, self.path), view, lambda: None, self.release)
+
+    def release(self) -> None:
+        self.has(self.free + self.kept)
+        self.kept, self.releases = 0, self.releases + 1
 
 
 def view(mapping: CudaMapping) -> torch.Tensor:
@@ -112,6 +118,23 @@ def test_a_gpu_without_memory_changes_nothing(gpu: StandIn) -> None:
     backing.resize(5 * UNIT)
     assert gpu.free == 0 and not backing.tensor[2 * UNIT : 5 * UNIT].any()
     gpu.has(64 * MIB - 5 * UNIT)
+
+
+def test_memory_that_torch_keeps_is_given_back_for_a_growth(gpu: StandIn) -> None:
+    backing = gpu.backing(6 * UNIT)
+    backing.resize(2 * UNIT)
+    gpu.has(3 * UNIT)
+    gpu.kept = 64 * MIB - 5 * UNIT
+    backing.resize(5 * UNIT)
+    assert gpu.releases == 0, "there was enough"
+    backing.resize(6 * UNIT)
+    assert gpu.releases == 1 and gpu.free == 64 * MIB - 6 * UNIT and not backing.tensor[2 * UNIT :].any()
+    backing.resize(UNIT)
+    gpu.has(0)
+    with pytest.raises(PlanError, match="no memory left"):
+        backing.resize(6 * UNIT)
+    assert gpu.releases == 2 and gpu.free == 0 and backing.num_bytes == UNIT
+    gpu.has(64 * MIB - UNIT)
 
 
 def test_zeros_are_there_before_another_stream_may_write(gpu: StandIn) -> None:

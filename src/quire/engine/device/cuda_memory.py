@@ -107,11 +107,15 @@ class CudaDriver:
 
 class CudaMapping:
     """Addresses for `num_bytes` bytes, and the memory behind the first of them. A tensor at the address keeps it: what
-    is mapped is given back with the last one. `settle` waits until the device computes nothing."""
+    is mapped is given back with the last one. `settle` waits until the device computes nothing, and `release` gives
+    memory back that torch keeps for tensors to come."""
 
-    def __init__(self, driver: CudaDriver, num_bytes: int, settle: Callable[[], None]) -> None:
+    def __init__(
+        self, driver: CudaDriver, num_bytes: int, settle: Callable[[], None], release: Callable[[], None]
+    ) -> None:
         self.num_bytes = num_bytes
         self.settle = settle
+        self._release = release
         self._driver = driver
         self._handles: list[int] = []
         self._size = -(-num_bytes // driver.unit) * driver.unit
@@ -127,12 +131,19 @@ class CudaMapping:
         self.settle()
         before, wanted = len(self._handles), -(-num_bytes // self._driver.unit)
         try:
-            while len(self._handles) < wanted:
-                self._handles.append(self._driver.map(self.address + len(self._handles) * self._driver.unit))
+            try:
+                self._map(wanted)
+            except PlanError:
+                self._release()
+                self._map(wanted)
         except BaseException:
             self._unmap(before)
             raise
         self._unmap(wanted)
+
+    def _map(self, count: int) -> None:
+        while len(self._handles) < count:
+            self._handles.append(self._driver.map(self.address + len(self._handles) * self._driver.unit))
 
     def _unmap(self, count: int) -> None:
         while (last := len(self._handles) - 1) >= count:
@@ -159,8 +170,9 @@ class CudaBacking(Backing):
         driver: CudaDriver,
         view: Callable[[CudaMapping], Tensor],
         settle: Callable[[], None],
+        release: Callable[[], None],
     ) -> None:
-        self._mapping = CudaMapping(driver, num_bytes, settle)
+        self._mapping = CudaMapping(driver, num_bytes, settle, release)
         self._mapping.resize(num_bytes)
         super().__init__(view(self._mapping))
         assert self.tensor.data_ptr() == self._mapping.address, "a copy"
@@ -189,7 +201,8 @@ def cuda_backing(num_bytes: int, device: torch.device) -> CudaBacking:
     index = torch.cuda.current_device() if device.index is None else device.index
     view = partial(torch.as_tensor, device=torch.device("cuda", index))
     try:
-        return CudaBacking(num_bytes, CudaDriver(index), view, partial(torch.cuda.synchronize, index))
+        settle = partial(torch.cuda.synchronize, index)
+        return CudaBacking(num_bytes, CudaDriver(index), view, settle, torch.cuda.empty_cache)
     except (RuntimeError, OSError, PlanError) as error:
         raise PlanError(
             f"a KV pool of {format_bytes(num_bytes)} could not be mapped on {device}: {error}",

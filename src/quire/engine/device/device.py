@@ -28,6 +28,7 @@ _AUTO_MOST_CPU = 4 * 2**30
 def free_bytes(device: torch.device) -> int:
     """The KV budget when none is given: a share of what is free now."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch keeps of tensors that are gone counts as used
         return int(torch.cuda.mem_get_info(device)[0] * _AUTO_SHARE_DEVICE)
     return default_kv_bytes(host_memory().available)
 

@@ -11,6 +11,7 @@ import torch
 
 from quire.engine.device.device import resolve_device
 from quire.engine.host_memory import host_memory
+from quire.kernels.backend import AttentionBackend
 from quire.kernels.batch import PagedBatch
 from quire.kernels.state import StateBatch
 from quire.memory.pool import Pool
@@ -66,8 +67,11 @@ def _step_bytes(model: LoadedModel, tokens: int) -> int:
             for layer in field.layers:
                 pool.layer(field.name, layer).fill_(0)  # memory counts as used when it is first written
     frames = np.arange(1, pages + 1, dtype=np.int32)[None, :]  # frame 0 is the padding
+    backend = AttentionBackend("auto", model.device)  # that of an engine
     paged = PagedBatch.of(frames, np.array([0]), np.array([tokens]), page_size)
-    states = StateBatch(*(np.array(numbers, dtype=np.int32) for numbers in ([0, tokens], [0], [1])))
+    paged.backend = backend
+    places = (np.array(numbers, dtype=np.int32) for numbers in ([0, tokens], [0], [1]))
+    states = StateBatch(*places, moves=backend.moves)
     running = RunningForward(pools, [states if group.reach.in_place else paged for group in groups])
     positions = torch.arange(tokens, device=model.device)
     return _peak_bytes(model.device, lambda: model.run(running, torch.zeros_like(positions), positions, positions[-1:]))
