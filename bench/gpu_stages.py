@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 Found = dict[str, Any]
+PAGE_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +109,23 @@ def model_of(sizes: Sizes, dtype: str, device: str) -> Any:
     return LoadedModel(model.to(device), name="random", check=False)
 
 
+def kv_bytes(model: Any, sizes: Sizes, requests: int) -> int:
+    """Of so many requests at once, with two pages more for each."""
+    pages = -(-(sizes.prompt + sizes.new) // PAGE_SIZE) + 2
+    return int(requests * pages * sum(group.layout.bytes_per_frame for group in model.spec.groups(PAGE_SIZE)))
+
+
 def engine_of(model: Any, options: Options, sizes: Sizes, device: str | None = None, **settings: Any) -> Any:
     """An engine with room for all requests of `sizes`."""
     from quire.engine.config import engine_config
     from quire.engine.core import EngineCore
 
     settings = {
-        "page_size": 16,
+        "page_size": PAGE_SIZE,
         "max_model_len": 2 * (sizes.prompt + sizes.new) + 32,
         "max_running_requests": sizes.requests,
         "target_itl_ms": "off",
-        "kv_memory": 16 << 30 if sizes.hidden >= LLAMA_8B.hidden else 64 << 20,
+        "kv_memory": kv_bytes(model, sizes, sizes.requests + 1),
         **settings,
     }
     return EngineCore(engine_config(model="random", device=device or options.device, **settings), model=model)
@@ -640,18 +647,19 @@ def sampler(options: Options) -> Found:
 
 
 @contextmanager
-def _no_waits(options: Options, core: Any) -> Iterator[list[float]]:
-    """Launches raise if they wait for the device; their host seconds."""
+def _no_waits(options: Options, core: Any) -> Iterator[tuple[list[float], list[int]]]:
+    """Launches raise if they wait for the device; their host seconds and requests."""
     import torch
 
-    launch, seconds = core.runner.launch, []
+    launch, seconds, requests = core.runner.launch, [], []
 
-    def timed(*given: Any) -> Any:
+    def timed(step: Any, *given: Any) -> Any:
+        requests.append(len(step))
         began = time.perf_counter()
         if options.is_cuda:
             torch.cuda.set_sync_debug_mode("error")
         try:
-            return launch(*given)
+            return launch(step, *given)
         finally:
             if options.is_cuda:
                 torch.cuda.set_sync_debug_mode("default")
@@ -659,7 +667,7 @@ def _no_waits(options: Options, core: Any) -> Iterator[list[float]]:
 
     core.runner.launch = timed
     try:
-        yield seconds
+        yield seconds, requests
     finally:
         core.runner.launch = launch
 
@@ -673,7 +681,7 @@ def overlap(options: Options) -> Found:
     for overlaps in (True, False):
         core = engine_of(loaded, options, sizes, overlap=overlaps)
         generate(core, prompts_of(sizes), sizes.new, "first")
-        with _no_waits(options, core) as seconds:
+        with _no_waits(options, core) as (seconds, _):
             began = time.perf_counter()
             tokens[overlaps] = generate(core, prompts_of(sizes), sizes.new)
             elapsed = time.perf_counter() - began
@@ -699,7 +707,7 @@ def graphs(options: Options) -> Found:
         core = engine_of(loaded, options, sizes, disable_cuda_graph=off)
         start_s = time.perf_counter() - began
         generate(core, prompts_of(sizes), sizes.new, "first")
-        with _no_waits(options, core) as seconds:
+        with _no_waits(options, core) as (seconds, _):
             began = time.perf_counter()
             tokens[name] = generate(core, prompts_of(sizes), sizes.new)
             elapsed = time.perf_counter() - began
@@ -728,12 +736,13 @@ def _host_of_many(options: Options, loaded: Any) -> Found:
     sizes = replace(options.small, requests=options.small.many, prompt=32)
     core = engine_of(loaded, options, sizes)
     generate(core, prompts_of(sizes), 2, "first")
-    with _no_waits(options, core) as seconds:
+    with _no_waits(options, core) as (seconds, requests):
         began = time.perf_counter()
         generate(core, prompts_of(sizes, 1), sizes.new)
         elapsed = time.perf_counter() - began
     launch, step = sorted(seconds)[len(seconds) // 2], elapsed / len(seconds)
-    return {"requests": sizes.requests, "launch_ms": round(launch * 1e3, 3), "step_ms": round(step * 1e3, 3)}
+    found = {"requests": sizes.requests, "largest_step": max(requests)}
+    return found | {"launch_ms": round(launch * 1e3, 3), "step_ms": round(step * 1e3, 3)}
 
 
 def tiers(options: Options) -> Found:
@@ -794,10 +803,10 @@ def _tiered_engine(options: Options) -> Found:
     many = [prompts_of(sizes, seed) for seed in (0, 1, 2, 3, 0)]
     ample = engine_of(loaded, options, sizes)
     expected = [generate(ample, prompts, sizes.new, str(at)) for at, prompts in enumerate(many)]
-    per_token = sizes.layers * 2 * sizes.kv_heads * (sizes.hidden // sizes.heads) * 4
-    tight = per_token * (sizes.requests + 1) * (sizes.prompt + sizes.new + 32)
+    tight = kv_bytes(loaded, sizes, 2)
     core = engine_of(loaded, options, sizes, kv_memory=tight, host_memory=16 * tight, load="always")
     try:
+        assert core.plan.pool_bytes < ample.plan.pool_bytes, "it is not starved"
         found = [generate(core, prompts, sizes.new, str(at)) for at, prompts in enumerate(many)]
         while core.has_moves():
             core.step()
@@ -871,9 +880,10 @@ def mapped(options: Options) -> Found:
     options.tell(found)
     sizes = options.small
     loaded, prompts = model_of(sizes, "float32", options.device), prompts_of(sizes)
-    core = engine_of(loaded, options, sizes, elastic_gpu=True, kv_memory=f"{8 << 20}..{64 << 20}")
+    low, high = kv_bytes(loaded, sizes, 2), kv_bytes(loaded, sizes, sizes.requests + 1)
+    core = engine_of(loaded, options, sizes, elastic_gpu=True, kv_memory=f"{low}..{high}")
     expected = generate(core, prompts, sizes.new, "first")
-    for turn, size in enumerate((8 << 20, 64 << 20)):
+    for turn, size in enumerate((low, high)):
         core.resize(ResizeRequest(device_bytes=size))
         assert generate(core, prompts, sizes.new, f"turn-{turn}") == expected, f"with {size:,} bytes"
         assert memory_of(core).report().done

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from tests import waits
 from tests.changes import slow_unless_changed
 from tests.emulated_attention import emulated_kernels
+from tests.engine import test_cuda_memory
 from tests.engine.test_frame_staging import handing_on
 from tests.fake_cuda import FakeCuda
 from tests.programs import run_program
@@ -226,3 +228,51 @@ def test_stages_on_a_device_in_python(stage: str, monkeypatch: pytest.MonkeyPatc
         assert found["same"] == [6, 6, 6] and found["graphs"]["statistics"]["replays"] > 0
     if stage == "tiers":
         assert found["pinned"] and found["loaded_bytes"] > 0
+
+
+@pytest.fixture
+def wide() -> Any:
+    """The toy with the pages of a larger model: 16 KiB for each token, as at the size of a GPU."""
+    from bench import gpu_stages
+
+    toy = replace(gpu_stages.TOY, layers=16, hidden=128, heads=4, kv_heads=4, intermediate=32)
+    sizes = replace(toy, prompt=640, new=2, many=100)
+    return gpu_stages.Options("cpu", sizes, sizes, "float32")
+
+
+def test_many_requests_run_together(wide: Any) -> None:
+    from bench import gpu_stages
+
+    found = gpu_stages._host_of_many(wide, gpu_stages.model_of(wide.small, "float32", "cpu"))
+    assert found["requests"] == found["largest_step"] == 100
+
+
+def test_a_starved_engine_has_no_room_for_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bench import gpu_stages
+
+    made, cores = gpu_stages.engine_of, []
+
+    def engine_of(*given: Any, **settings: Any) -> Any:
+        cores.append(made(*given, **settings))
+        return cores[-1]
+
+    monkeypatch.setattr(gpu_stages, "engine_of", engine_of)
+    sizes = replace(gpu_stages.TOY, requests=5)
+    assert gpu_stages._tiered_engine(gpu_stages.Options("cpu", sizes, sizes, "float32"))["loaded_bytes"] > 0
+    room = [core.plan.num_pages * gpu_stages.PAGE_SIZE for core in cores]
+    assert room[1] < sizes.requests * (sizes.prompt + sizes.new) < room[0]
+
+
+@LONG
+def test_mapped_memory_has_room_at_each_size(wide: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the stand-in of CUDA's driver."""
+    from bench import gpu_stages
+    from quire.engine import tiers
+    from quire.engine.device import cuda_memory
+
+    gpu = test_cuda_memory.StandIn(test_cuda_memory.library())
+    gpu.has(1 << 30)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (gpu.free, 1 << 30))
+    for module in (tiers, cuda_memory):
+        monkeypatch.setattr(module, "cuda_backing", gpu.backing)
+    assert "refused" not in gpu_stages.mapped(wide)
