@@ -9,7 +9,8 @@ from quire.errors import InvalidInput
 
 _MIB = 2**20
 GRAPH_BYTES = 2 * _MIB
-"""Bytes of the largest CUDA graph, for each of its requests: logits, activations and parts of attention."""
+"""Bytes of the largest CUDA graph, for each of its requests: logits, activations and parts of attention. More if the
+vocabulary is large."""
 LEAST_GRAPHS = 64 * _MIB
 """Bytes of all CUDA graphs: torch reserves memory for them in segments of 2 and of 20 MiB."""
 MOVE_BYTES = 64 * _MIB
@@ -77,9 +78,14 @@ def find_device(name: str, *, otherwise: str = "give its bytes with --device-mem
     )
 
 
-def graph_bytes(most: int) -> int:
+def graph_bytes(most: int, vocabulary: int) -> int:
     """What is planned for CUDA graphs of at most `most` requests; 0 if there are none."""
-    return max(most * GRAPH_BYTES, LEAST_GRAPHS) if most else 0
+    return max(most * _bytes_per_request(vocabulary), LEAST_GRAPHS) if most else 0
+
+
+def _bytes_per_request(vocabulary: int) -> int:
+    """Of the largest graph: logits in float32 twice, as a soft cap of theirs needs, and the rest."""
+    return max(GRAPH_BYTES, 8 * vocabulary + _MIB)
 
 
 def rows_at_once(vocabulary: int) -> int:
@@ -111,21 +117,26 @@ class Line:
     where: str = "device"
 
 
-def working_memory(*, chunk: int, hidden_size: int, graph_batch: int, ranks: int, device: Device) -> tuple[Line, ...]:
+def working_memory(
+    *, chunk: int, hidden_size: int, vocabulary: int, graph_batch: int, ranks: int, device: Device
+) -> tuple[Line, ...]:
     """The memory that a running server uses beside weights and pools, estimated.
 
     512 MiB for driver and libraries, 2 MiB per request of the largest captured graph and 128 MiB per rank for
     communication are the reserves of a widely used engine. For a prompt token of a step it reserves 1.5 MiB, which is
-    used here for a model 8,192 wide and in proportion for others. A fiftieth of the device is for fragmentation.
+    used here for a model 8,192 wide and in proportion for others. Graphs of a large vocabulary have more. A fiftieth of
+    the device is for fragmentation.
     """
     per_token = _PER_TOKEN * (hidden_size or _WIDE) // _WIDE
+    per_request = _bytes_per_request(vocabulary)
+    told = "2 MiB" if per_request == GRAPH_BYTES else f"{per_request:,} bytes"
     lines = [
         ("driver", 512 * _MIB, "driver and libraries: 512 MiB"),
         ("activations", chunk * per_token, f"{per_token:,} bytes for each of {chunk:,} tokens of a step"),
         (
             "graphs",
-            graph_batch * GRAPH_BYTES,
-            f"2 MiB for each of {graph_batch:,} requests of the largest captured graph",
+            graph_batch * per_request,
+            f"{told} for each of {graph_batch:,} requests of the largest captured graph",
         ),
         ("workspace", ranks * 128 * _MIB, f"communication buffers: 128 MiB for each of {ranks} ranks"),
         ("reserve", device.memory // 50, "a fiftieth of the device, for fragmentation"),

@@ -171,7 +171,7 @@ class _Server:
             stage_groups = partial(self.groups_at, stage, drafts)
             if not stage_groups(self.page_size):
                 continue
-            lines = _device_lines(self.settings, stage, self.weights, drafts > 0, self.spec.hidden_size)
+            lines = _device_lines(self.settings, stage, self.weights, drafts > 0, self.spec)
             lines += feature_lines(self.settings, self.spec, self.page_size) if is_last else ()
             lines += move_lines(self.settings, stage_groups(self.page_size)) if len(stages) == 1 else ()
             kv_bytes = _kv_bytes(self.settings, lines)
@@ -227,7 +227,7 @@ def _default_mix(settings: PlanSettings, context: int) -> Mix:
 
 
 def _device_lines(
-    settings: PlanSettings, stage: slice, weights: WeightEstimate | None, draft: bool, hidden_size: int
+    settings: PlanSettings, stage: slice, weights: WeightEstimate | None, draft: bool, spec: ModelSpec
 ) -> tuple[Line, ...]:
     """The lines of the ledger that are not pools. Empty without a device."""
     device, parallel = settings.rank_device, settings.parallel
@@ -251,7 +251,8 @@ def _device_lines(
         return (*weights_of_both, Line(name="rest", bytes=rest, why=f"activations, graphs and reserve: {why}"))
     working = working_memory(
         chunk=settings.max_num_batched_tokens,
-        hidden_size=hidden_size,
+        hidden_size=spec.hidden_size,
+        vocabulary=spec.vocab_size,
         graph_batch=settings.largest_graph,
         ranks=parallel.tp * parallel.pp,
         device=device,

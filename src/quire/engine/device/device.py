@@ -85,7 +85,7 @@ def warm_ups_of(config: EngineConfig, plan: MemoryPlan, device: torch.device) ->
 
 def plan_for(config: EngineConfig, device: torch.device, spec: ModelSpec, *drafts: ModelSpec) -> Plan:
     """The plan of an engine whose models are loaded: the target, and its draft if it has one. Raises PlanError."""
-    graphs = graph_bytes(largest_graph(config, device))
+    graphs = graph_bytes(largest_graph(config, device), spec.vocab_size)
     draws = sampling_bytes(config.max_running_requests, spec.vocab_size) if device.type == "cuda" else 0
     plan = partial(engine_plan, config, spec, drafts, graph_bytes=graphs, sampling_bytes=draws)
     if config.kv_memory is not None:

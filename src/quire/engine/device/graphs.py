@@ -92,7 +92,7 @@ class PlacedStep:
 
 
 class DecodeGraphs:
-    """The graphs of `steps`, for batches of at most `most` rows, in at most `graph_bytes(most)`.
+    """The graphs of `steps`, for batches of at most `most` rows, in at most `graph_bytes`.
 
     Graphs are captured anew when the weights were replaced; pools and page tables never are. Steps of a size whose
     capture fails are eager. Owns the memory of the graphs.
@@ -100,7 +100,7 @@ class DecodeGraphs:
 
     def __init__(self, steps: ModelRunner, most: int) -> None:
         self._steps = steps
-        self._sizes, self._most_bytes = graph_sizes(most), graph_bytes(most)
+        self._sizes, self._most_bytes = graph_sizes(most), graph_bytes(most, steps.model.spec.vocab_size)
         self._device = steps.model.device
         # One for all: libraries keep memory for each stream that they have seen.
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]

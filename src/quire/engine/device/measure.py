@@ -50,7 +50,12 @@ def measure_device(name: str, *, chunk: int) -> tuple[Device, tuple[Line, ...]]:
     found_device = Device(name=label, memory=memory)
     if found.type == "cuda":  # no graphs are captured here, and fragmentation is not in one step
         rest = working_memory(
-            chunk=tokens, hidden_size=model.spec.hidden_size, graph_batch=_GRAPH_BATCH, ranks=1, device=found_device
+            chunk=tokens,
+            hidden_size=model.spec.hidden_size,
+            vocabulary=model.spec.vocab_size,
+            graph_batch=_GRAPH_BATCH,
+            ranks=1,
+            device=found_device,
         )
         lines += [line for line in rest if line.name in ("graphs", "reserve")]
     return found_device, tuple(lines)
