@@ -141,6 +141,36 @@ def test_a_long_queue_delays_its_own_client() -> None:
     check_a_long_queue_delays_its_own_client()
 
 
+def test_small_turns_do_not_go_before_one_that_waits_for_room() -> None:
+    """One of two others is always in the engine, and its own client sends more meanwhile."""
+
+    async def body() -> None:
+        clock = Clock()
+        shares = Shares(most_open=999, most_begun=4, have_names=True, clock=clock)
+        order: list[tuple[str, int]] = []
+
+        async def turns(client: str, count: int, number: int = 1) -> None:
+            for _ in range(number):
+                clock.now += 1
+                turn = await shares.enter(client, count)
+                order.append((client, count))
+                for _ in range(6 if client == "eve" else 4):
+                    await asyncio.sleep(0)
+                turn.close()
+
+        async with asyncio.TaskGroup() as tasks:
+            for client in ("bob", "eve"):
+                tasks.create_task(turns(client, 1, 20))
+                await asyncio.sleep(0)
+            tasks.create_task(turns("ann", 4))
+            for _ in range(20):
+                await asyncio.sleep(0)
+                tasks.create_task(turns("ann", 1))
+        assert order.index(("ann", 4)) == 2
+
+    run(body())
+
+
 def test_a_client_that_leaves_as_its_turn_comes() -> None:
     """Its task is cancelled, and has not run yet, when a turn before it ends."""
 

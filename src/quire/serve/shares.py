@@ -3,8 +3,9 @@
     enter --too many are open, or of this client--> Overloaded, with a time from the measured rate
           --the engine has enough--> waits for its turn --> runs --> close
 
-Clients are keys with names. A turn goes to the one with the fewest sequences in the engine, so one with a long queue
-delays itself. Without names the engine's own policy orders all, and nothing waits here.
+Clients are keys with names. A turn goes to the one with the fewest sequences in the engine, of several to that whose
+turn came first; so one with a long queue delays itself. Until it has room, none goes before it: one with many sequences
+would never begin beside small ones. Without names the engine's own policy orders all, and nothing waits here.
 
 A client that is refused comes again when those that were refused before it have come: each end is one place for them.
 """
@@ -28,9 +29,10 @@ _LONGEST_S = 120.0
 class OpenSequences:
     """Sequences of one request, until `close`."""
 
-    def __init__(self, shares: Shares, client: str, count: int) -> None:
+    def __init__(self, shares: Shares, client: str, count: int, came_at: float) -> None:
         self.client = client
         self.count = count
+        self.came_at = came_at
         self.begins: asyncio.Future[None] | None = None  # while it waits
         self._shares = shares
         self._is_open = True
@@ -74,13 +76,14 @@ class Shares:
             wait_s = self.wait_s(over + self._refused[client])
             self._refused[client] = min(self._refused[client] + count, self._most_open)
             raise Overloaded(f"{what}{more}.", retry_after_s=wait_s)
-        turn = OpenSequences(self, client, count)
+        turn = OpenSequences(self, client, count, now)
         self._open[client] += count
-        if not self._have_names or self._has_room(turn):
+        if not self._have_names:
             self._begun[client] += count
             return turn
         turn.begins = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(client, deque()).append(turn)
+        self._begin_next()
         try:
             await turn.begins
         except BaseException:
@@ -112,7 +115,7 @@ class Shares:
 
     def _begin_next(self) -> None:
         while waiting := [name for name, turns in self._waiting.items() if turns]:
-            client = min(waiting, key=lambda name: (self._begun[name], self._came_at.get(name, 0.0)))
+            client = min(waiting, key=lambda name: (self._begun[name], self._waiting[name][0].came_at))
             turn = self._waiting[client][0]
             if not self._has_room(turn):
                 return
