@@ -320,6 +320,24 @@ def test_the_engine_is_told_that_an_output_calls_a_tool(scripted: LiveServer, ro
         assert list(new.values()) == [ending]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", BODIES)
+def test_calls_after_the_first_are_left_out_for_a_client_that_takes_one(
+    scripted: LiveServer, route: str, stream: bool
+) -> None:
+    answer = f"say @@@{called('get_weather', {'city': 'Paris'})}\n{called('now', {'zone': 'UTC'})}Last.@@@"
+    body = json.loads(json.dumps(BODIES[route]).replace(json.dumps(SAY), json.dumps(answer))) | {"stream": stream}
+    one: dict[str, Any] = {"parallel_tool_calls": False}
+    if route == MESSAGES:
+        one = {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
+    for more, names in (({}, ["get_weather", "now"]), (one, ["get_weather"])):
+        status, found = scripted.request(route, body | more)
+        assert status == 200, found
+        text = json.dumps(found)
+        assert [name for name in ("get_weather", "now") if f'"{name}"' in text.replace("\\", "")] == names
+        assert stream or ("zone" in text) is ("now" in names), "its arguments, which a stream has in parts"
+
+
 def test_each_choice_is_told_of_and_what_is_cut_off_is_not(scripted: LiveServer) -> None:
     before = set(told_endings(scripted, ""))
     _, found = scripted.request(CHAT, BODIES[CHAT] | {"n": 3})

@@ -89,14 +89,15 @@ class AnswerReader:
     """Reads the text of one choice. Without a parser it `is_plain`: all of it is content.
 
     `parser` makes one. Its argument says whether arguments are wanted as they come: else a call that is cut off is
-    content.
+    content. Unless it `is_parallel`, calls after the first are left out.
     """
 
-    def __init__(self, parser: Callable[[bool], Parser] | None = None) -> None:
+    def __init__(self, parser: Callable[[bool], Parser] | None = None, *, is_parallel: bool = True) -> None:
         self.is_plain = parser is None
         self.num_calls = 0
-        """Calls so far."""
+        """Calls so far, with those that are left out."""
         self._make = parser
+        self._is_parallel = is_parallel
         self._parser: Parser | None = None
 
     def read(self, text: str, *, is_last: bool = False) -> list[Piece]:
@@ -114,7 +115,10 @@ class AnswerReader:
         return self.read(text, is_last=True)
 
     def _pieces(self, parts: Iterable[tuple[str, str]]) -> list[Piece]:
-        return [self._piece(kind, text) for kind, text in parts]
+        pieces = [self._piece(kind, text) for kind, text in parts]
+        if self._is_parallel:
+            return pieces
+        return [piece for piece in pieces if not isinstance(piece, CallBegun | CallArguments) or piece.number == 0]
 
     def _piece(self, kind: str, text: str) -> Piece:
         match kind:

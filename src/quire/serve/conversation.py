@@ -124,7 +124,7 @@ class Conversation:
             params.grammar = self._grammar(tokenising, prompt, params)
             if self.choice.mode == "required":
                 params.stop, params.stop_token_ids = [], []
-        return partial(AnswerReader, parser)
+        return partial(AnswerReader, parser, is_parallel=self.is_parallel)
 
     @property
     def _offered(self) -> Sequence[Tool]:
