@@ -6,6 +6,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 from starlette.responses import PlainTextResponse
@@ -13,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from quire.errors import InvalidInput
+from quire.serve import server
 from quire.serve.config import ServerConfig
 from quire.serve.connections import Limits, check_uvicorn, limited_to
 from quire.serve.server import HttpServer, bind
@@ -27,6 +29,8 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
     """Reads the body, and answers."""
     while (await receive()).get("more_body"):
         pass
+    if scope["path"] == "/slow":
+        await asyncio.sleep(0.3)
     body = b"x" * 50_000_000 if scope["path"] == "/large" else b"read"
     await PlainTextResponse(body)(scope, receive, send)
 
@@ -83,10 +87,35 @@ def test_a_second_request_has_deadlines_of_its_own() -> None:
     serve(talk)
 
 
+def test_a_line_end_keeps_no_connection_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request follows it, and the server waits for none any more."""
+    monkeypatch.setattr(server, "limited_to", lambda limits: limited_to(replace(limits, head_s=0.1)))
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + b"Content-Length: 4\r\n\r\nbody")
+        assert b"200 OK" in await reader.readuntil(b"read")
+        writer.write(b"\r\n")
+        assert await asyncio.wait_for(reader.read(), waits.SOON_S) == b""
+
+    serve(talk)
+
+
+@pytest.mark.parametrize("part", [b"POST / HT", HEAD + b"Content-Length: 4\r\n\r\nb"])
+def test_a_slow_request_does_not_end_the_answer_before_it(monkeypatch: pytest.MonkeyPatch, part: bytes) -> None:
+    """Its own deadline comes after that answer."""
+    short = {"head_s": 0.05, "body_s": 0.05}
+    monkeypatch.setattr(server, "limited_to", lambda limits: limited_to(replace(limits, **short)))
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n" + part)
+        assert b"200 OK" in await asyncio.wait_for(reader.readuntil(b"read"), waits.SOON_S)
+        assert b" 408 " in await reader.read()
+
+    serve(talk)
+
+
 def test_an_answer_that_is_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its memory is released, and its request ends."""
-    from quire.serve import server
-
     real = server.limited_to
     monkeypatch.setattr(server, "limited_to", lambda limits: real(type(limits)(body_s=30.0, write_s=0.3)))
 

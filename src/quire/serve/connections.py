@@ -3,7 +3,8 @@
     accepted --first byte--> head --headers complete--> body --message complete--> answer --> idle
              head_s             head_s                  body_s, and more for its length      (uvicorn closes it)
 
-What takes longer is answered with 408 and closed. An answer whose waiting part is not read in write_s is dropped.
+What takes longer is answered with 408 and closed; what stands behind an open answer has its time anew. An answer whose
+waiting part is not read in write_s is dropped.
 """
 
 from __future__ import annotations
@@ -81,6 +82,8 @@ class HttpConnection(HttpToolsProtocol):
         if self._is_in_head:
             self._num_head_bytes += len(data)
         super().data_received(data)
+        if self._deadline is None and self.cycle is not None and self.cycle.response_complete:
+            self._wait("the headers", self.limits.head_s)  # uvicorn waits no longer: a line end begins no request
         if self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES:
             self._refuse(_head_too_large())
 
@@ -148,6 +151,10 @@ class HttpConnection(HttpToolsProtocol):
             self._deadline = None
 
     def _on_deadline(self, part: str, seconds: float) -> None:
+        is_open = self.cycle is not None and not self.cycle.response_complete
+        if self.pipeline or (self._is_in_head and is_open):  # an answer before it, which would end too
+            self._wait(part, seconds)
+            return
         self._refuse(TooSlow(f"{part} did not arrive within {seconds:.0f} s.", fix="send the request again."))
 
     def _may_answer(self) -> bool:
