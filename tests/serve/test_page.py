@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -141,6 +143,18 @@ def test_only_the_operator_sees_the_events(echo: LiveServer) -> None:
     [told] = now["requests"]
     assert told["id"] == answer["id"] and told["usage"]["prompt_tokens"] == 3 and told["ends"] == "length"
     assert "xyz" not in json.dumps(now), "no text of a prompt is told"
+
+
+def test_the_head_of_events_ends(echo: LiveServer) -> None:
+    """Also through a router. The connection can be used again, and no viewer is left."""
+    with LiveRouter([echo]) as router:
+        for live in (echo, router):
+            connection = http.client.HTTPConnection("127.0.0.1", live.port, timeout=5)
+            with closing(connection):
+                for path in ("/v1/cache/live", "/health") * 70:
+                    connection.request("HEAD", path, headers=bearer("operator"))
+                    response = connection.getresponse()
+                    assert (response.status, response.read()) == (200, b"")
 
 
 def test_who_comes_later_sees_how_long_requests_took(echo: LiveServer) -> None:

@@ -57,7 +57,8 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if scope["method"] == "HEAD":  # as GET; the server sends no body
+        is_head = scope["method"] == "HEAD"
+        if is_head:  # as GET, to the end of its head: the body may be events that do not end
             scope = {**scope, "method": "GET"}
 
         headers = Headers(scope=scope)
@@ -75,7 +76,11 @@ class Gate:
                     answered.setdefault(RETRY_AFTER, str(RETRY_AFTER_S))
                 if message["status"] >= 400:
                     logger.info("%s %s: %s [%s]", scope["method"], route, status, request_id)
+            elif is_head:
+                return
             await send(message)
+            if is_head:  # the route sees a client that has left
+                await send({"type": "http.response.body"})
 
         client, refusal = self._keys.refusal(scope["path"], _given_key(headers.raw))
         asks_tokens = self._asked(headers, TOKENS) is not None
