@@ -175,7 +175,7 @@ class ShownPrompt:
         self, params: SamplingParams, decoder: Decoder | None, *, prompt: str | None, token_ids: Ids, echo: bool
     ) -> None:
         self.token_ids: list[int] = token_ids.tolist()
-        self.scored: list[TokenLogprobs] = []  # of one sequence, for all
+        self.scored: list[TokenLogprobs] = []  # log-probabilities that one sequence had computed, for all
         self._params, self._decoder = params, decoder
         self._prompt, self._echo = prompt, echo
 
