@@ -110,7 +110,7 @@ def model_of(sizes: Sizes, dtype: str, device: str) -> Any:
 
 
 def kv_bytes(model: Any, sizes: Sizes, requests: int) -> int:
-    """Of so many requests at once, with two pages more for each."""
+    """Bytes of KV memory for so many requests at once, with two pages more for each."""
     pages = -(-(sizes.prompt + sizes.new) // PAGE_SIZE) + 2
     return int(requests * pages * sum(group.layout.bytes_per_frame for group in model.spec.groups(PAGE_SIZE)))
 

@@ -84,7 +84,7 @@ def graph_bytes(most: int, vocabulary: int) -> int:
 
 
 def _bytes_per_request(vocabulary: int) -> int:
-    """Of the largest graph: logits in float32 twice, as a soft cap of theirs needs, and the rest."""
+    """Bytes of the largest graph: logits in float32 twice, as a soft cap of theirs needs, and the rest."""
     return max(GRAPH_BYTES, 8 * vocabulary + _MIB)
 
 
