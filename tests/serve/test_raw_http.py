@@ -183,6 +183,7 @@ def test_more_connections_than_there_may_be_are_refused_at_once(live: LiveServer
         assert all(statuses(answer) in ([503], [408]) for answer in answers)
         assert any(b"QUIRE-SERVE-03" in answer for answer in answers)
         assert any(b"retry-after: 1" in answer for answer in answers)
+        assert all(b"X-Quire-Untouched: 1" in answer for answer in answers), "a router may ask others"
     is_well(live)
 
 

@@ -21,7 +21,7 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from quire.errors import HeaderTooLarge, InvalidInput, Overloaded, QuireError, TooSlow
-from quire.serve.errors import COME_AGAIN, form_of
+from quire.serve.errors import COME_AGAIN, UNTOUCHED, form_of
 
 BODY_BYTES_PER_S = 128 * 1024
 """A body may take a second more for so many bytes."""
@@ -182,6 +182,7 @@ class HttpConnection(HttpToolsProtocol):
                 f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",
                 "content-type: application/json",
                 f"content-length: {len(body)}",
+                f"{UNTOUCHED}: 1",  # no engine has half a request
                 *(["retry-after: 1"] if error.status in COME_AGAIN else ()),
                 "connection: close",
                 *("", ""),
