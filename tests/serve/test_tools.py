@@ -124,6 +124,11 @@ def test_what_is_no_call_is_content(scripted: LiveServer, answer: str) -> None:
     assert "tool_calls" not in found["message"]
 
 
+def test_a_call_of_a_tool_that_does_not_exist_is_a_call(scripted: LiveServer) -> None:
+    [call] = choice(scripted, asked(called("nope", {})))["message"]["tool_calls"]
+    assert call["function"] == {"name": "nope", "arguments": "{}"}
+
+
 def test_the_input_of_a_message_is_json(scripted: LiveServer) -> None:
     arguments = '{"x": NaN, "y": [-Infinity, 1e999, 1.5], "z": "\\ud800"}'
     answer = f'<tool_call>\n{{"name": "get_weather", "arguments": {arguments}}}\n</tool_call>'
