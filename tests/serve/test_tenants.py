@@ -29,6 +29,7 @@ OF_THE_OPERATOR = [
     ("/v1/cache/resize", {"device_bytes": 2**20}),
     ("/v1/cache/flush", {"all": True}),
     ("/v1/cache/retain", {"prompt": "a", "ttl_seconds": 1, "pin": True}),
+    ("/v1/cache/retain", {"prompt": "a", "ttl_seconds": 1, "priority": 1}),
     ("/v1/cache/anything-that-comes", None),
 ]
 

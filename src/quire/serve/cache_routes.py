@@ -143,11 +143,13 @@ class TenantBody(ClosedObject):
     weight: float | None = field("Its part of admissions where requests of several tenants wait.")
 
 
-def _allowed_pin(body: RetainBody, request: Request) -> bool:
-    """A pin takes memory from all others, so it is the operator's."""
-    if body.pin and not request.state.client.is_admin:
+def _check_terms(body: RetainBody, client: Client) -> None:
+    """A pin takes memory from all others, and a priority ends the retentions of others first: both are the operator's.
+    Clients whose keys have no names have priorities among themselves."""
+    if body.pin and not client.is_admin:
         raise not_allowed("a pin")
-    return bool(body.pin)
+    if client.name and not client.is_admin and (body.priority or 0) > 0:
+        raise not_allowed("a priority above 0")
 
 
 def cache_router(service: Service) -> APIRouter:
@@ -159,13 +161,14 @@ def cache_router(service: Service) -> APIRouter:
         """Retain the cached part of a prompt. `granted_tokens` says how much, `host_tokens` how much of that is on
         lower tiers now, and `reason` why not more; it may be 0."""
         service.check_model(body.model)
+        _check_terms(body, request.state.client)
         granted = await engine.retain(
             await while_connected(request.receive, body.tokens(service)),
             ttl_seconds=body.ttl_seconds,
             adapter=body.adapter or "",
             salt=request.state.client.salt(body.cache_salt or ""),
             priority=body.priority or 0,
-            pin=_allowed_pin(body, request),
+            pin=bool(body.pin),
             owner=request.state.client.owner,
         )
         found = asdict(granted)
