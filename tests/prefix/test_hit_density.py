@@ -445,6 +445,16 @@ def test_the_class_of_an_ending_that_is_rare_now_is_given_to_another() -> None:
     assert sum(is_new for _, is_new in given_up) == 1
 
 
+def test_new_endings_become_classes_however_long_there_were_others() -> None:
+    """After new weights or another template: the counts of a long time are halved."""
+    known = Endings()
+    for number in range(50_000):
+        known.class_of(b"%d" % (number % 3))
+    for number in range(4_000):
+        found, _ = known.class_of(b"new %d" % (number % 2))
+    assert found > 0
+
+
 def test_the_record_of_a_class_that_is_given_to_another_ending_is_deleted() -> None:
     policy, root = HitDensity(), Node(NAMESPACE, None, b"", b"", 0, 0)
     endings = [token for token in (b"a", b"b", b"c") for _ in range(20)] + [b"d"] * 60

@@ -476,3 +476,27 @@ def test_an_eviction_asks_no_more_on_a_long_path(*, leaves: bool) -> None:
             counts.append(where.num_asked)
         asked.append(min(counts))
     assert asked[0] == asked[1] < 12
+
+
+@pytest.mark.parametrize("copied", ["none", "half"])
+def test_an_eviction_asks_no_more_below_a_page_with_many_children(copied: str) -> None:
+    """Of many prompts that begin with one page, which has a copy; of the others none has, or the older half."""
+    asked = []
+    for children in (40, 400):
+        where = Counting()
+        tree = RadixCache(1, eviction_policy("lru"), placement=where, num_named=1000)
+        for at in range(children):
+            tokens = ids([7, 1000 + at])
+            lease = tree.lease(tree.match(NAMESPACE, tokens))
+            first = lease.num_pages
+            pages = np.arange(first + 1 + at, 3 + at, dtype=np.int32) if at else np.array([1, 2], dtype=np.int32)
+            where.device.update(pages.tolist())
+            tree.insert(lease, tokens[first:], pages)
+            if not at or (copied == "half" and at < children // 2):
+                where.copy(tree, lease, 0, 1 + (copied == "half"))
+            tree.release(lease)
+        where.num_asked = 0
+        for _ in range(children // 2 - 10):
+            assert len(tree.demote(1, "", None, where.leave_device).removed) or copied == "half"
+        asked.append(where.num_asked / (children // 2 - 10))
+    assert asked[1] <= 2 * asked[0] + 4, asked

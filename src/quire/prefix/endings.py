@@ -5,6 +5,7 @@ from __future__ import annotations
 CLASSES = 4
 """Class 0 has all tokens that are no frequent ending."""
 _COUNTED = 12  # tokens, at most: one that ends more than a 13th of the outputs is always counted
+_MEMORY = 4096  # outputs after which each counts half
 _FREQUENT = 8  # times that a token is counted before it is a class of its own
 
 
@@ -14,12 +15,17 @@ class Endings:
     def __init__(self) -> None:
         self._counts: dict[bytes, int] = {}
         self._classes: dict[bytes, int] = {}
+        self._num_counted = 0
 
     def class_of(self, token: bytes) -> tuple[int, bool]:
         """Count an ending. Returns its class, and whether the class was another token's until now."""
-        counts = self._counts
         if not token:
             return 0, False
+        self._num_counted += 1
+        if self._num_counted > _MEMORY:  # so that others become frequent, however many there were before
+            self._num_counted //= 2
+            self._counts = {each: times // 2 for each, times in self._counts.items() if times > 1}
+        counts = self._counts
         if token in counts:
             counts[token] += 1
         elif len(counts) < _COUNTED:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, count
 from typing import Protocol
 
@@ -51,7 +51,7 @@ class NodeTiers:
         self._policy = policy
         self.ends: Ends | None = None
         self._ending_at: dict[int, Node] = {}  # nodes in the policy's queue, by their last page
-        self._copies: LazyQueue[Node] = LazyQueue(self._live, by_key=True)
+        self._copies: LazyQueue[Node] = LazyQueue(_queued, by_key=True)
         self._oldest: list[Entry[Node]] = []  # taken from `_copies`, to be compared
         self._num_compared = 1
         self._first: LazyQueue[Node] = LazyQueue(live)
@@ -113,7 +113,8 @@ class NodeTiers:
 
     def copy_candidates(self) -> Iterator[Node]:
         """All nodes whose copies may be evicted, for audits. O(entries)."""
-        return chain(self._copies, (each.item for each in self._oldest if self._live(each.ticket, each.item)))
+        oldest = (each.item for each in self._oldest if _queued(each.ticket, each.item))
+        return filter(self._may_lose_copies, chain(self._copies, oldest))
 
     def compare_copies(self) -> None:
         """Copies are made of what leaves the device: what the policy expects decides about them too."""
@@ -123,6 +124,8 @@ class NodeTiers:
         """Remove and return the node whose copies are evicted first; None if there is none."""
         oldest = self._oldest = [each for each in self._oldest if each.ticket == each.item.copy_ticket]
         while (entry := self._copies.pop()) is not None:
+            if not self._may_lose_copies(entry.item):
+                continue
             if entry.key == _OVER:
                 return entry.item
             oldest.append(entry)
@@ -130,7 +133,7 @@ class NodeTiers:
                 break
         while oldest:
             found = oldest.pop(min(range(len(oldest)), key=lambda at: self._policy.worth(oldest[at].item)))
-            if self._live(found.ticket, found.item) is not None:
+            if self._may_lose_copies(found.item):
                 return found.item
         return None
 
@@ -161,21 +164,34 @@ class NodeTiers:
             was_here = self.is_here(above)
 
     def offer_copies(self, node: Node) -> None:
-        """Queue a node if its copies may be evicted."""
-        if self._may_lose_copies(node):
+        """Queue a node if its copies may be evicted. Whether a child has copies is looked at when its turn comes: the
+        shared page of many prompts is offered with each of them."""
+        if self._has_copies(node):
             node.copy_ticket = next(self._tickets)
             self._copies.push(node.copy_ticket, node, _OVER if node.is_over else node.last_used)
 
-    def _live(self, ticket: int, node: Node) -> Node | None:
-        return node if ticket == node.copy_ticket and self._may_lose_copies(node) else None
+    def _has_copies(self, node: Node) -> bool:
+        """Whether a node has copies and no leases."""
+        return not node.level and bool(node.run) and self.num_copies(node) > 0
 
     def _may_lose_copies(self, node: Node) -> bool:
         """Whether a node has copies and no leases, and no child has copies."""
-        if node.level or not node.run or not self.num_copies(node):
-            return False
-        return not any(self.num_copies(child) for child in reversed(node.children.values()))
+        return self._has_copies(node) and not _has_child(node, self.num_copies)
 
     def _is_last_here(self, node: Node) -> bool:
         """Whether a node is on the device, and no child is."""
-        # The last child came to the device last, so this loop is short.
-        return self.is_here(node) and not any(self.is_here(child) for child in reversed(node.children.values()))
+        return self.is_here(node) and not _has_child(node, self.is_here)
+
+
+def _queued(ticket: int, node: Node) -> Node | None:
+    return node if ticket == node.copy_ticket else None
+
+
+def _has_child(node: Node, has: Callable[[Node], object]) -> bool:
+    """Whether a child has something, the last one first: the one that has it is the last from now on."""
+    children = node.children
+    for first, child in reversed(children.items()):
+        if has(child):
+            children[first] = children.pop(first)
+            return True
+    return False
