@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from quire.cache import KVCache
 from quire.cache import sessions as sessions_module
+from quire.cache.request_kv import RequestKV
 from quire.cache.session import SessionGrant, SessionSettings, Start
 from quire.counters import plain
 from quire.errors import OutOfPages
@@ -278,6 +279,27 @@ def test_sessions_give_way_before_a_request_is_preempted_or_waits() -> None:
     assert grant_of(request).start is Start.LOST
     reason = {each.session_id: each.reason for each in server.cache.sessions.listing(None).sessions}["t"]
     assert reason == "its room was needed by another request", "its id is its client's alone"
+
+
+def test_a_long_turn_looks_once_at_the_rows_that_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many small sessions, four times as many: four times as long, and not sixteen."""
+    looks, really = [0], sessions_module._Pages.add
+
+    def counted(pages: sessions_module._Pages, kv: RequestKV) -> None:
+        looks[0] += 1
+        really(pages, kv)
+
+    monkeypatch.setattr(sessions_module._Pages, "add", counted)
+    found = []
+    for rows in (12, 48):
+        server = TurnServer(num_pages=4 * rows, page_size=4, max_requests=rows + 2)
+        for at in range(rows):
+            server.turn(prompt(at, 10), f"s{at}", max_tokens=1)
+        held, looks[0] = server.cache.sessions.num_held, 0
+        server.turn(prompt(99, 6 * rows), "long", max_tokens=1)
+        assert server.cache.sessions.num_held < held // 2
+        found.append(looks[0])
+    assert found[1] <= 5 * found[0], found
 
 
 def test_a_request_gets_the_row_of_a_session_if_all_rows_are_held() -> None:

@@ -15,9 +15,10 @@ continues, the others begin as requests without a session. No step in flight wri
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from heapq import heapify, heappop, heappush
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -61,6 +62,27 @@ class TurnCache(Protocol):
     def finish(
         self, kv: RequestKV, tokens: Ids | None = None, *, returns: bool = False, idle: bool = False
     ) -> None: ...
+
+
+class _Pages:
+    """Pages of rows, each counted once, as they are when a row is added. O(nodes of its path) for each."""
+
+    def __init__(self, num_private: Callable[[RequestKV], int]) -> None:
+        self.count = 0
+        self._num_private = num_private
+        self._holders = Counter[Node]()
+        self._of: dict[RequestKV, tuple[int, list[tuple[Node, int]]]] = {}
+
+    def add(self, kv: RequestKV) -> None:
+        nodes = [(node, node.num_pages) for node in path_to(kv.lease.node)]
+        num_private, _ = self._of[kv] = self._num_private(kv), nodes
+        self.count += num_private + sum(num_pages for node, num_pages in nodes if node not in self._holders)
+        self._holders.update(node for node, _ in nodes)
+
+    def remove(self, kv: RequestKV) -> None:
+        num_private, nodes = self._of.pop(kv)
+        self._holders.subtract(node for node, _ in nodes)
+        self.count -= num_private + sum(num_pages for node, num_pages in nodes if not self._holders[node])
 
 
 class Sessions:
@@ -288,7 +310,10 @@ class Sessions:
     @property
     def num_pages(self) -> int:
         """Pages of the held rows, each counted once. O(nodes of their paths)."""
-        return self._num_pages([row.kv for row in self._held()]) if self.num_held else 0
+        held = _Pages(self._num_private)
+        for row in self._held() if self.num_held else ():
+            held.add(row.kv)
+        return held.count
 
     @property
     def most_frames(self) -> tuple[int, ...]:
@@ -315,40 +340,51 @@ class Sessions:
         by: str = "another request",
         num_tokens: int | None = None,
         for_room: bool = False,
+        enough: Callable[[HeldRow], bool] = lambda _: True,
     ) -> bool:
         """End the rows of expired sessions, or of the owner who holds most the one that was not used for the longest
-        time, except for `but` and rows that a step in flight computes. False if there is none; if `but` is to hold
-        `num_tokens`, also if other owners hold less than its owner would. Clients are told that the room was needed
-        `by` this, so it names no request: that may be another tenant's. Rows of a tenant within its floor do not end
-        `for_room`: no other tenant would get it."""
+        time, except for `but` and rows that a step in flight computes; and so on until it is `enough`, which is called
+        with each row that ends. False if it is not; if `but` is to hold `num_tokens`, also if other owners hold less
+        than its owner would. Clients are told that the room was needed `by` this, so it names no request: that may be
+        another tenant's. Rows of a tenant within its floor do not end `for_room`: no other tenant would get it."""
         if not self.num_held:
             return False
         if self.expire():
             return True
-        tokens, rows = Counter[str](), Counter[str]()
-        for each in self._by_key.values():
-            num_held = len(each.row.tokens) if each.row is not None else 0
-            if each is but and num_tokens is not None:
-                num_held = num_tokens
-            tokens[each.key.owner] += num_held
-            rows[each.key.owner] += num_held > 0
+        tokens, rows, is_over = Counter[str](), Counter[str](), self._parts.tree.tenants.is_over
+        resting: dict[str, deque[tuple[int, Session, HeldRow]]] = defaultdict(deque)  # by owner, the first used first
+        for at, each in enumerate(self._by_key.values()):
+            owner, row = each.key.owner, each.row
+            num_held = num_tokens if each is but and num_tokens is not None else 0 if row is None else len(row.tokens)
+            tokens[owner] += num_held
+            rows[owner] += num_held > 0
+            if row is None or each is but or (for_room and not is_over(each.key.namespace)):
+                continue
+            if self._fences.has_passed(row.fence):
+                resting[owner].append((at, each, row))
 
-        def share(session: Session) -> float:
-            """What its owner holds, of the budget or of all rows, whichever is more."""
-            owner, budget = session.key.owner, max(1, self.budget * self._size)
+        def share(owner: str) -> float:
+            """What it holds, of the budget or of all rows, whichever is more."""
+            budget = max(1, self.budget * self._size)
             return max(tokens[owner] / budget, rows[owner] / self._parts.plan.max_requests)
 
-        least = share(but) if but is not None and num_tokens is not None else 0.0
-        held = (each for each in self._by_key.values() if each.row is not None and each is not but)
-        if for_room:
-            held = (each for each in held if self._parts.tree.tenants.is_over(each.key.namespace))
-        resting = [each for each in held if each.row is not None and self._fences.has_passed(each.row.fence)]
-        first = max(resting, key=share, default=None)  # the first of equal ones: the one used last comes last
-        if first is None or share(first) < least:
-            return False
-        self._end_row(first, f"its room was needed by {by}")
-        self.totals.sessions_given_up += 1
-        return True
+        order = [(-share(owner), each[0][0], owner) for owner, each in resting.items()]
+        heapify(order)
+        while order:
+            *_, owner = heappop(order)
+            if but is not None and num_tokens is not None and share(owner) < share(but.key.owner):
+                return False
+            _, session, row = resting[owner].popleft()
+            is_enough = enough(row)
+            self._end_row(session, f"its room was needed by {by}")
+            self.totals.sessions_given_up += 1
+            if is_enough:
+                return True
+            tokens[owner] -= len(row.tokens)
+            rows[owner] -= 1
+            if left := resting[owner]:
+                heappush(order, (-share(owner), left[0][0], owner))
+        return False
 
     def give_up(self, turn: Turn) -> None:
         """The row of a turn's session cannot grow to what the turn needs: end it."""
@@ -387,12 +423,21 @@ class Sessions:
         if wanted > self.budget:
             fix = "raise --session-share" if self.budget else "--session-share is 0"
             return f"{num_tokens:,} tokens are more than the budget of {self.budget * self._size:,}; {fix}"
-        own = [] if session.row is None else [session.row.kv]
-        while self._num_pages([kv, *(row.kv for row in self._held() if row.kv not in own)]) > self.budget:
-            if not self.give_way(session, by="a later session, as all have one budget", num_tokens=num_tokens):
+        by = "a later session, as all have one budget"
+        while True:
+            held = _Pages(self._num_private)
+            for each in (kv, *(row.kv for row in self._held() if row is not session.row)):
+                held.add(each)
+            if held.count <= self.budget:
+                return ""
+
+            def enough(row: HeldRow, held: _Pages = held) -> bool:
+                held.remove(row.kv)
+                return held.count <= self.budget
+
+            if not self.give_way(session, by=by, num_tokens=num_tokens, enough=enough):
                 taken = "is taken by sessions that still compute, or by other keys that hold less"
                 return f"the budget of {self.budget * self._size:,} tokens {taken}"
-        return ""
 
     def _of(self, namespace: Namespace | None, owner: str | None = None) -> list[Session]:
         found = self._by_key.values()
@@ -401,13 +446,8 @@ class Sessions:
     def _held(self) -> Iterator[HeldRow]:
         return (each.row for each in self._by_key.values() if each.row is not None)
 
-    def _num_pages(self, kvs: Iterable[RequestKV]) -> int:
-        nodes: set[Node] = set()
-        num_private = 0
-        for kv in kvs:
-            num_private += pages_for(self._rows.allocated(kv), self._size) - kv.lease.num_pages
-            nodes.update(path_to(kv.lease.node))
-        return num_private + sum(node.num_pages for node in nodes)
+    def _num_private(self, kv: RequestKV) -> int:
+        return pages_for(self._rows.allocated(kv), self._size) - kv.lease.num_pages
 
     def _damaged(self, kv: RequestKV) -> bool:
         damaged = self._parts.damaged
