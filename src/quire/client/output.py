@@ -168,23 +168,23 @@ class TextStream:
 
 
 class ShownPrompt:
-    """A prompt that is a part of the answers of a request: echoed, or `scored`. Each field is made when it is read:
-    those of each token of a long prompt take seconds, so a server makes them in a thread."""
+    """A prompt that is a part of the answers of a request: echoed, or `scored` by one of its sequences. Each field is
+    made when it is read: those of each token of a long prompt take seconds, so a server makes them in a thread."""
 
     def __init__(
         self, params: SamplingParams, decoder: Decoder | None, *, prompt: str | None, token_ids: Ids, echo: bool
     ) -> None:
         self.token_ids: list[int] = token_ids.tolist()
-        self.scored: list[TokenLogprobs] = []  # log-probabilities that one sequence had computed, for all
+        self.scored: list[TokenLogprobs] = []
         self._params, self._decoder = params, decoder
         self._prompt, self._echo = prompt, echo
 
     @cached_property
     def text(self) -> str:
-        """That of an echo."""
+        """The text of an echo, without what the tokenizer has added."""
         if not self._echo or self._decoder is None:
             return ""
-        if self._prompt is not None:  # without what the tokenizer has added
+        if self._prompt is not None:
             return self._prompt
         return self._decoder.decode(self.token_ids, skip_special_tokens=self._params.skip_special_tokens)
 
@@ -276,7 +276,7 @@ class SequenceAssembler:
         self._stream = decoder and TextStream(decoder, skip_special_tokens=params.skip_special_tokens)
         self._stop = StopStrings(StopAutomaton.of(params.stop), include=params.include_stop_str_in_output)
         self._pieces: list[str] = []
-        self._num_characters = 0  # with those that are held back
+        self._num_characters = 0  # characters with those that are held back
 
     @property
     def finished(self) -> bool:
