@@ -352,7 +352,7 @@ class Sessions:
         if self.expire():
             return True
         tokens, rows, is_over = Counter[str](), Counter[str](), self._parts.tree.tenants.is_over
-        resting: dict[str, deque[tuple[int, Session, HeldRow]]] = defaultdict(deque)  # rows by owner, the first used first
+        resting: dict[str, deque[tuple[int, Session, HeldRow]]] = defaultdict(deque)  # rows that may end, by owner
         for at, each in enumerate(self._by_key.values()):
             owner, row = each.key.owner, each.row
             num_held = num_tokens if each is but and num_tokens is not None else 0 if row is None else len(row.tokens)
