@@ -29,7 +29,7 @@ from quire.plan.budget import MemoryPlan
 from quire.plan.devices import DEVICES, Line, find_device, graph_bytes
 from quire.plan.mix import Mix, mix_of, uniform
 from quire.plan.parallel import Parallelism
-from quire.plan.plan import Plan
+from quire.plan.plan import Plan, size_within
 from quire.plan.planner import make_plan
 from quire.plan.report import arena_as_dict, explain, plan_as_dict
 from quire.plan.settings import PlanSettings
@@ -771,6 +771,17 @@ def test_windows_of_two_lengths_have_pools_of_their_own() -> None:
 def test_a_refused_configuration_names_the_field() -> None:
     with pytest.raises(UnsupportedModel, match="retention_heads"):
         ModelSpec.from_config({**CATALOGUE["llama-3.1-8b"].config, "retention_heads": 4})
+
+
+def test_an_arena_of_an_indexer_and_windows_has_smaller_sizes() -> None:
+    """Latents and keys of indexers are two pools, and one group of the arena."""
+    plan = plan_of("deepseek-v4-flash", kv_memory=60 * GIB, arena=True)
+    assert [group.name for group in plan.memory.groups] == ["full", "window"]
+    half = size_within(plan, plan.memory.pool_bytes // 2)
+    assert half.arena is not None and len(half.groups) == len(half.frames) == len(half.at_rest) == 2
+    assert 0.4 < half.pool_bytes / plan.memory.pool_bytes <= 0.5
+    apart = size_within(plan_of("deepseek-v4-flash", kv_memory=60 * GIB), 30 * GIB)
+    assert len(apart.groups) == 3 and apart.pool_bytes <= 30 * GIB
 
 
 @needs_shared

@@ -500,3 +500,19 @@ def test_an_eviction_asks_no_more_below_a_page_with_many_children(copied: str) -
             assert len(tree.demote(1, "", None, where.leave_device).removed) or copied == "half"
         asked.append(where.num_asked / (children // 2 - 10))
     assert asked[1] <= 2 * asked[0] + 4, asked
+
+
+def test_removed_nodes_are_not_kept_for_their_copies() -> None:
+    """Where the lower tier always has room, nothing is ever evicted there."""
+    where = Where()
+    tree = RadixCache(1, eviction_policy("lru"), placement=where)
+    for turn in range(8):
+        for at in range(60):
+            page = 1 + at
+            where.device.add(page)
+            lease = tree.lease(tree.match(NAMESPACE, ids([1000 * turn + at])))
+            tree.insert(lease, ids([1000 * turn + at]), np.array([page], dtype=np.int32))
+            where.copy(tree, lease, 0, 1)
+            tree.release(lease)
+        where.forget(clear_tree(tree))
+    assert len(tree._tiers._copies) < 300

@@ -141,6 +141,29 @@ def test_a_long_queue_delays_its_own_client() -> None:
     check_a_long_queue_delays_its_own_client()
 
 
+def test_a_turn_that_waits_for_room_stays_the_first() -> None:
+    """Also where its client has a sequence in the engine, and those of clients without one come after it."""
+
+    async def body() -> None:
+        shares = Shares(most_open=999, most_begun=8, have_names=True)
+        await shares.enter("ann", 1)
+        running = [await shares.enter(f"c{at}", 1) for at in range(4)]
+        large = asyncio.create_task(shares.enter("ann", 6))
+        await asyncio.sleep(0)
+        small = [asyncio.create_task(shares.enter(f"d{at}", 1)) for at in range(4)]
+        await asyncio.sleep(0)
+        for turn in running:
+            assert not any(each.done() for each in small)
+            turn.close()
+            await asyncio.sleep(0)
+        assert large.done() and small[0].done() and not small[1].done()
+        large.result().close()
+        await asyncio.sleep(0)
+        assert all(each.done() for each in small)
+
+    run(body())
+
+
 def test_small_turns_do_not_go_before_one_that_waits_for_room() -> None:
     """One of two others is always in the engine, and its own client sends more meanwhile."""
 

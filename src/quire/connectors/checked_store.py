@@ -194,7 +194,7 @@ class CheckedStore:
         return all(have_ended)
 
     def _submit(self, threads: Threads, work: _Work, *given: Any, **more: Any) -> Job:
-        is_lost = threads.hang or not self._is_open  # nobody would take it from the queue of one that hangs
+        is_lost = threads.hang or not self._is_open  # its threads would not take the job
         options: dict[str, Any] = {"deadline_s": 0.0 if is_lost else self._deadline_s, "counts": self.counts} | more
         job = self._job(threads, work, *given, **options)
         return job if is_lost else threads.add(job)

@@ -319,4 +319,6 @@ def _sized(plan: Plan, tokens: int, num_bytes: int = 0) -> MemoryPlan:
     solve, whole = plan.configurator.calculate_pool_sizes_from_max_tokens, plan.memory
     config = solve(tokens, plan.page_size, available_bytes=plan.kv_bytes)
     sized = replace(plan, config=config, stages=(config,), kv_bytes=num_bytes)
-    return (sized.memory if num_bytes and whole.arena is not None else sized.split).within(whole)
+    if whole.arena is None:
+        return sized.split.within(whole)
+    return sized.memory.within(whole) if num_bytes else sized.split.within(plan.split)

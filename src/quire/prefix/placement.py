@@ -184,7 +184,7 @@ class NodeTiers:
 
 
 def _queued(ticket: int, node: Node) -> Node | None:
-    return node if ticket == node.copy_ticket else None
+    return node if ticket == node.copy_ticket and node.run else None  # one without pages was removed
 
 
 def _has_child(node: Node, has: Callable[[Node], object]) -> bool:

@@ -58,6 +58,7 @@ class Shares:
         self._open = Counter[str]()
         self._begun = Counter[str]()
         self._waiting: dict[str, deque[OpenSequences]] = {}
+        self._first: OpenSequences | None = None  # the turn of several that lacked room: none goes before it
         self._came_at: dict[str, float] = {}  # key: client, not those that were quiet for long
         self._ends: deque[tuple[float, int]] = deque(maxlen=_MEASURED)
         self._refused = Counter[str]()  # sequences by client that come again, less those that have ended since
@@ -105,6 +106,8 @@ class Shares:
     def _leave(self, turn: OpenSequences) -> None:
         self._open[turn.client] -= turn.count
         waiting = self._waiting.get(turn.client, ())
+        if turn is self._first:
+            self._first = None
         if turn in waiting:
             self._waiting[turn.client].remove(turn)
         else:
@@ -115,12 +118,16 @@ class Shares:
 
     def _begin_next(self) -> None:
         while waiting := [name for name, turns in self._waiting.items() if turns]:
-            client = min(waiting, key=lambda name: (self._begun[name], self._waiting[name][0].came_at))
-            turn = self._waiting[client][0]
+            turn = self._first
+            if turn is None:
+                client = min(waiting, key=lambda name: (self._begun[name], self._waiting[name][0].came_at))
+                turn = self._waiting[client][0]
             if not self._has_room(turn):
+                self._first = turn if turn.count > 1 else None  # one sequence has room where any has
                 return
-            self._waiting[client].popleft()
-            self._begun[client] += turn.count
+            self._first = None
+            self._waiting[turn.client].popleft()
+            self._begun[turn.client] += turn.count
             assert turn.begins is not None
             if not turn.begins.done():  # its client has left at this moment: it closes its turn next
                 turn.begins.set_result(None)

@@ -58,6 +58,12 @@ def slot_size(num_bytes: int) -> int:
     return -(-blocks // step) * step * BLOCK
 
 
+def largest_in(capacity: int) -> int:
+    """Bytes of the largest record whose slot fits."""
+    blocks = capacity // BLOCK
+    return blocks // (step := 1 << max(0, (blocks - 1).bit_length() - 6)) * step * BLOCK
+
+
 logger = logging.getLogger(__name__)
 
 

@@ -31,7 +31,7 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 _PIECE = 4 << 20  # bytes of one call at most; larger records are cut, so that several threads move them
 _PARTS = 500  # pieces of memory in one call: the system takes 1,024, with what is between them
 
-_PASSES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.EACCES}
+_PASSES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE}
 
 
 def _check_gone(error: OSError) -> None:

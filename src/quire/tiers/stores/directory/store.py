@@ -45,7 +45,7 @@ from quire.tiers.stores.directory.index import (
     release,
     rows_where,
 )
-from quire.tiers.stores.directory.slab_allocator import SlabAllocator, compact, shrink, slot_size
+from quire.tiers.stores.directory.slab_allocator import SlabAllocator, compact, largest_in, shrink, slot_size
 from quire.tiers.stores.directory.slab_files import BLOCK, Place, SlabFiles, is_aligned
 
 logger = logging.getLogger(__name__)
@@ -443,7 +443,7 @@ class DirectoryStore(Store):
     def _drop_lost(self, rows: list[Row]) -> None:
         """Remove records that are missing on the medium, and slabs without a file."""
         self.statistics.add(lost=len(rows))
-        with suppress(Busy), self._index.writing() as index:  # otherwise the next reader finds them missing again
+        with suppress(Busy, OSError), self._index.writing() as index:  # else the next reader finds them missing again
             release(index, (row.id for row in rows))
             for slab, slot_bytes in {(row.slab, row.slot_bytes) for row in rows}:
                 if self._files.size(slab) is None:
@@ -503,7 +503,7 @@ class DirectoryStore(Store):
     @property
     def largest_record(self) -> int:
         """A slab of one slot may be as large as all slabs. Raises StoreError."""
-        return self.facts().capacity // BLOCK * BLOCK
+        return largest_in(self.facts().capacity)
 
     def reclaim(self) -> int:
         """Drop the unfinished records of dead writers; returns their number. Raises StoreError."""
