@@ -112,6 +112,7 @@ def check_starved(
         assert run(core, prompts, GREEDY, f"turn{turn}") == expected
     core.audit()
     statistics = core.statistics()
+    core.close()
     assert statistics["hit_tokens"] > 0
     return statistics
 
