@@ -1,4 +1,4 @@
-"""Products of pairs of bfloat16 on CPUs without instructions for them: the sources with three functions replaced.
+"""Products of pairs of bfloat16 on CPUs without instructions for them: the sources with four functions replaced.
 
 Each machine tests the path of a CPU with AVX512-BF16. Such a CPU tests the other path by `-march=haswell`.
 """
@@ -19,6 +19,11 @@ INLINE vu narrowed(vf low, vf high) {
     uint16_t found[2 * W];
     for (int i = 0; i < W; i++) found[i] = to_bf16(low[i]), found[W + i] = to_bf16(high[i]);
     return load_as<vu>(found);
+}
+INLINE vf power_of_two(vf x) {
+    vf found;
+    for (int i = 0; i < W; i++) found[i] = std::exp2(x[i]);
+    return found;
 }
 template <int HALF> INLINE vu paired(vu a, vu b) {
     typedef uint16_t vhh __attribute__((vector_size(W * 4)));

@@ -86,6 +86,17 @@ def test_scales_that_turn_scores_around(scale: float, dtype: torch.dtype) -> Non
     assert case.error(scale=scale, softcap=2.0) < {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
 
 
+@pytest.mark.parametrize(("window", "chunked"), [(0, False), (130, False), (300, True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_prompt_has_more_queries_than_a_task(dtype: torch.dtype, window: int, chunked: bool) -> None:
+    """A task has 1,024 of a head. Some of those see all of a block of tokens, some a part of it, and some nothing."""
+    shape = Shape(key_dim=64, value_dim=64, dtype=dtype)
+    case = PagedCase([(1500, 1200), (70, 64)], page_size=16, shape=shape)
+    case.batch.backend = backend.AttentionBackend("native")
+    error = case.error(scale=0.125, window=window, chunked=chunked)
+    assert error < {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+
+
 def test_a_shared_run_needs_no_plan():
     case = PagedCase([(2112, 1)] * 16, page_size=16, shared=2048)
     case.batch.backend = backend.AttentionBackend("native")

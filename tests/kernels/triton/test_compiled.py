@@ -64,7 +64,8 @@ def check(capability: int, names: tuple[str, ...]) -> None:
             continue
         if kernel["M"] < 64:
             assert kernel["mma"] > 0, f"no tensor cores: {kernel}"
-            assert kernel["stack"] == 0 or kernel["config"] in ("nvfp4", "fp4"), f"decode spills: {kernel}"
+            few = kernel["stack"] <= 16  # four registers, which Triton 3.9 keeps there for two kinds
+            assert few or kernel["config"] in ("nvfp4", "fp4"), f"decode spills: {kernel}"
         elif capability == 90:
             assert kernel["wgmma"] > 0, f"no wgmma: {kernel}"
         elif capability == 100:

@@ -20,7 +20,8 @@ namespace {
 
 constexpr int DIRECT = 32, PACKED = 128;  // tokens of a block read in place, or unpacked
 constexpr int MOST_DIRECT = 16;  // queries of a head that read keys in place
-constexpr int MOST_QUERIES = 256;  // queries of a head in one task
+constexpr int MOST_QUERIES = 1024;  // queries of a head in one task
+constexpr int SOME_QUERIES = 48;  // whose scores stay in the cache
 constexpr int MIN_SHARED = 256;  // tokens not read again that make a shared run worthwhile
 constexpr int MIN_PIECE = 256;  // keys
 constexpr int64_t SERIAL = 1 << 17;  // multiplications of a query head below which threads cost more than they save
@@ -237,12 +238,13 @@ class Worker {
     void run(const Task& task) {
         m = task.count * group;
         direct = in_place && m <= MOST_DIRECT;
-        m_up = round_up(m, tiled && !direct ? 32 : 4);
+        m_up = round_up(m, tiled && !direct ? 32 : 8);
         block = direct ? DIRECT : PACKED;
-        size_t heads = task.heads, all = heads * m_up;
-        float* at = scratch.take(all * (dim_up + value_up + 2) + m_up * (size_t(block) * (direct ? heads : 1) + 1) + (direct ? 0 : PACKED * (2 * dim_up + value_up)));
+        some = direct ? m : tiled ? 32 : SOME_QUERIES;
+        size_t heads = task.heads, all = heads * m_up, scored = direct ? all : some;
+        float* at = scratch.take(all * (dim_up + value_up + 2) + scored * block + m_up + (direct ? 0 : PACKED * (2 * dim_up + value_up)));
         auto next = [&](size_t floats) { float* here = at; at += floats; return here; };
-        queries = next(all * dim_up), outs = next(all * value_up), scores = next(m_up * block * (direct ? heads : 1));
+        queries = next(all * dim_up), outs = next(all * value_up), scores = next(scored * block);
         if (!direct) rows = next(PACKED * dim_up), columns = next(PACKED * dim_up), values = next(PACKED * value_up);
         tops = next(all), totals = next(all), factors = next(m_up);
         std::fill(outs, outs + all * value_up, 0.0f);
@@ -267,9 +269,8 @@ class Worker {
                 read_pages(task, first + block, num_next, next_places);
                 found = places, found_next = next_places;
             }
-            bool masks = !call.slots && masked(task, first, tokens);
             if (direct) score(task, tokens, first == begin);
-            for (int head = 0; head < task.heads; head++) attend(task, head, first, tokens, masks);
+            for (int head = 0; head < task.heads; head++) attend(task, head, first, tokens);
         }
         finish(task);
     }
@@ -279,6 +280,7 @@ class Worker {
     const Plan& plan;
     float *partial, *peaks;
     int group, dim, value_dim, dim_up, value_up, m = 0, m_up = 0, block = 0;
+    int some = 0;  // queries whose scores are there at once
     int key_bytes = 0;  // of a vector, where it is read in place
     bool in_place, direct = false;
     bool paired = false, tiled = false;  // bfloat16 is multiplied as it is, many queries by tiles
@@ -331,13 +333,17 @@ class Worker {
         }
     }
 
-    bool masked(const Task& task, int first, int tokens) const {
-        for (int at = 0; at < task.count; at++) {
-            int row = plan.rows[task.rows_at + at];
-            if (plan.low[row] > first || plan.high[row] < first + tokens - 1) return true;
-            if (plan.branch[row] >= 0 && first + tokens > plan.past[row]) return true;
+    // What queries `from` to `end` see of a block: all, some or none of it.
+    enum class Sight { ALL, SOME, NONE };
+    Sight sight(const Task& task, int from, int end, int first, int tokens) const {
+        bool all = true, none = true;
+        for (int at = from / group; at <= (end - 1) / group; at++) {
+            int row = plan.rows[task.rows_at + at], low = plan.low[row], high = plan.high[row];
+            bool branches = plan.branch[row] >= 0;
+            all &= low <= first && high >= first + tokens - 1 && !(branches && first + tokens > plan.past[row]);
+            none &= low >= first + tokens || high < first;
         }
-        return false;
+        return all ? Sight::ALL : none ? Sight::NONE : Sight::SOME;
     }
 
     // Scores of a block in place. A token's keys of all heads are read together, as they lie in memory. Values are
@@ -370,14 +376,22 @@ class Worker {
         }
     }
 
-    void attend(const Task& task, int head, int first, int tokens, bool masks) {
-        const float* query = queries + head * m_up * int64_t(dim_up);
-        float *out = outs + head * m_up * int64_t(value_up), *top = tops + head * m_up, *total = totals + head * m_up;
-        float* weights = scores + (direct ? head * m_up * int64_t(block) : 0);
-        if (!direct) multiply<false>(task.head + head, tokens, query, weights);
-        if (masks) mask(task, first, tokens, weights);
-        soften(tokens, top, total, weights);
-        if (!direct) return multiply<true>(task.head + head, tokens, weights, out);
+    void attend(const Task& task, int head, int first, int tokens) {
+        if (!direct) unpack(task.head + head, tokens);
+        for (int from = 0; from < m; from += some) {
+            const int count = std::min(some, m - from);
+            const int64_t at = head * m_up + from;
+            Sight sees = call.slots ? Sight::ALL : sight(task, from, from + count, first, tokens);
+            if (sees == Sight::NONE) continue;
+            float *weights = scores + (direct ? at * block : 0), *out = outs + at * value_up;
+            if (!direct) multiply<false>(count, tokens, queries + at * dim_up, weights);
+            if (sees == Sight::SOME) mask(task, from, count, first, tokens, weights);
+            soften(count, tokens, tops + at, totals + at, weights);
+            direct ? weigh(head, tokens, weights, out) : multiply<true>(count, tokens, weights, out);
+        }
+    }
+
+    void weigh(int head, int tokens, const float* weights, float* out) {
 #if defined(__AVX512BF16__)
         if (paired) return weigh<Paired>(head, tokens, weights, out);
 #endif
@@ -388,26 +402,23 @@ class Worker {
         }
     }
 
-    // Scores of all queries, or values times weights added to `to`, from keys or values that are unpacked first.
-    template <bool WEIGHS> void multiply(int head, int tokens, const float* left, float* to) {
+    // Scores of queries, or values times weights added to `to`, from keys or values that were unpacked.
+    template <bool WEIGHS> void multiply(int count, int tokens, const float* left, float* to) {
         int depth = WEIGHS ? tokens : dim, width = WEIGHS ? value_up : round_up(tokens, step);
         int64_t row = WEIGHS ? block : dim_up, right_row = WEIGHS ? value_up : PACKED, to_row = WEIGHS ? value_up : block;
         const float *right = WEIGHS ? values : columns, *by = WEIGHS ? factors : nullptr;
-#if defined(__AVX512BF16__)
-        if (paired) {
-            WEIGHS ? pair_values(head, tokens) : pair_keys(head, tokens);
 #if defined(__AMX_BF16__)
-            if (tiled) {
-                for (int i = 0; i < m && WEIGHS; i++)
-                    for (int d = 0; d < width; d++) to[i * int64_t(to_row) + d] *= factors[i];
-                return tiles::product<WEIGHS>(m_up, left, 4 * row, right, 4 * right_row, round_up(depth, tiles::DEPTH), width, to, 4 * to_row);
-            }
-#endif
-            return product<Doubles, WEIGHS>(m, (const uint16_t*)left, 2 * row, (const uint16_t*)right, right_row, depth, width, to, to_row, by);
+        if (tiled) {
+            for (int i = 0; i < count && WEIGHS; i++)
+                if (factors[i] != 1)
+                    for (int d = 0; d < width; d += W) store(to + i * to_row + d, load(to + i * to_row + d) * factors[i]);
+            return tiles::product<WEIGHS>(some, left, 4 * row, right, 4 * right_row, round_up(depth, tiles::DEPTH), width, to, 4 * to_row);
         }
 #endif
-        if (!WEIGHS) unpack(head, tokens);
-        product<Singles, WEIGHS>(m, left, row, right, right_row, depth, width, to, to_row, by);
+#if defined(__AVX512BF16__)
+        if (paired) return product<Doubles, WEIGHS>(count, (const uint16_t*)left, 2 * row, (const uint16_t*)right, right_row, depth, width, to, to_row, by);
+#endif
+        product<Singles, WEIGHS>(count, left, row, right, right_row, depth, width, to, to_row, by);
     }
 
 #if defined(__AVX512BF16__)
@@ -451,6 +462,9 @@ class Worker {
 
     // A block of keys as columns `[dim, PACKED]`, and of values as rows `[tokens, value_up]`.
     void unpack(int head, int tokens) {
+#if defined(__AVX512BF16__)
+        if (paired) return pair_keys(head, tokens), pair_values(head, tokens);
+#endif
         for (int i = 0; i < tokens; i++) {
             float* row = rows + i * int64_t(dim_up);
             read_row(call.key, found[i], head, row);
@@ -466,21 +480,20 @@ class Worker {
             for (int d = 0; d < dim; d += W) transpose(rows + i * int64_t(dim_up) + d, dim_up, columns + d * int64_t(PACKED) + i, PACKED);
     }
 
-    void mask(const Task& task, int first, int tokens, float* scores) const {
-        for (int at = 0; at < task.count; at++) {
-            int row = plan.rows[task.rows_at + at], low = plan.low[row] - first, high = plan.high[row] - first;
+    // Hides what queries from `from` on do not see from their scores.
+    void mask(const Task& task, int from, int count, int first, int tokens, float* scores) const {
+        for (int i = 0; i < count; i++) {
+            int row = plan.rows[task.rows_at + (from + i) / group], low = plan.low[row] - first, high = plan.high[row] - first;
             int past = plan.past[row] - first;
-            for (int g = 0; g < group; g++) {
-                float* score = scores + (at * group + g) * int64_t(block);
-                if (plan.branch[row] < 0) {
-                    for (int t = 0; t < tokens; t++) score[t] = t < low || t > high ? NOTHING : score[t];
-                    continue;
-                }
-                const uint8_t* sees = plan.sees.data() + plan.branch[row];
-                for (int t = 0; t < tokens; t++) {
-                    bool hides = t < past ? t < low : !sees[t - past] || position_of(task, t - past) < plan.low[row];
-                    if (hides) score[t] = NOTHING;
-                }
+            float* score = scores + i * int64_t(block);
+            if (plan.branch[row] < 0) {
+                for (int t = 0; t < tokens; t++) score[t] = t < low || t > high ? NOTHING : score[t];
+                continue;
+            }
+            const uint8_t* sees = plan.sees.data() + plan.branch[row];
+            for (int t = 0; t < tokens; t++) {
+                bool hides = t < past ? t < low : !sees[t - past] || position_of(task, t - past) < plan.low[row];
+                if (hides) score[t] = NOTHING;
             }
         }
     }
@@ -488,11 +501,13 @@ class Worker {
     // The position of the n-th row of the task's sequence.
     int position_of(const Task& task, int n) const { return plan.position[call.starts[task.sequence] + n]; }
 
-    void soften(int tokens, float* top, float* total, float* scores) {
+    void soften(int count, int tokens, float* top, float* total, float* scores) {
         int i = 0;
-        for (; m - i > 2; i += 4) soften_rows<4>(i, tokens, top, total, scores);
-        for (; i < m; i += 2) soften_rows<2>(i, tokens, top, total, scores);
-        for (i = m; i < m_up; i++) factors[i] = 0, std::fill_n(scores + i * int64_t(block), round_up(tokens, step), 0.0f);
+        constexpr int MOST = std::min(W, 8);
+        for (; count - i > MOST - 2; i += MOST) soften_rows<MOST>(i, tokens, top, total, scores);
+        for (; count - i > 2; i += 4) soften_rows<4>(i, tokens, top, total, scores);
+        for (; i < count; i += 2) soften_rows<2>(i, tokens, top, total, scores);
+        for (i = count; i < some && tiled; i++) std::fill_n(scores + i * int64_t(block), round_up(tokens, step), 0.0f);
     }
 
     // Weights of R rows, from the `at`-th on, in place of their scores. Rows are side by side: each waits for its own steps.

@@ -12,9 +12,15 @@ constexpr int64_t SHARE = 36;  // rows below which they are not shared by thread
 constexpr int64_t SERIAL = 1 << 20;  // multiplications below which threads cost more than they save
 
 INLINE void narrow(const float* from, int32_t format, int64_t count, uint8_t* to) {
-    if (format == F32) std::memcpy(to, from, 4 * count);
-    else
-        for (int64_t i = 0; i < count; i++) ((uint16_t*)to)[i] = to_bf16(from[i]);
+    int64_t i = 0;
+    if (format == F32) return (void)std::memcpy(to, from, 4 * count);
+#if defined(__AVX512BF16__)
+    for (; i + 2 * W <= count; i += 2 * W) {
+        vu both = narrowed(load(from + i), load(from + i + W));
+        std::memcpy(to + 2 * i, &both, sizeof both);
+    }
+#endif
+    for (; i < count; i++) ((uint16_t*)to)[i] = to_bf16(from[i]);
 }
 
 // Outputs from `begin` on, of which `sums` [count, columns] lack biases. They may be the outputs.

@@ -16,6 +16,8 @@ FORMATS = {torch.float32: 0, torch.bfloat16: 1}
 MOST_ROWS = 64
 """Rows up to which native products are at least as fast as oneDNN's, or within 10 % of them (decision 044). Where
 vectors fill panels and the CPU has no tiles, they are with any number of rows."""
+_OF_TILES = 1024
+"""The same of the library's products of tiles."""
 _BESIDE_TILES = 4
 """Rows up to which products of vectors are, where oneDNN multiplies tiles."""
 _WIDTHS = (64, 48, 32, 24, 16, 8)
@@ -42,8 +44,8 @@ class NativeProduct:
         has_amx = torch.cpu._is_amx_tile_supported()
         is_beside = panels.format == FORMATS[torch.bfloat16] and has_amx
         has_tiles = library.quire_uses_tiles(ctypes.byref(panels))
-        self.most_rows = _BESIDE_TILES if is_beside and not has_tiles else MOST_ROWS
-        if not has_amx and library.quire_takes_many_rows(ctypes.byref(panels)):
+        self.most_rows = _OF_TILES if has_tiles else _BESIDE_TILES if is_beside else MOST_ROWS
+        if not is_beside and library.quire_takes_many_rows(ctypes.byref(panels)):
             self.most_rows = sys.maxsize
         self._multiply: Any = library.quire_multiply
         self._multiply.argtypes, self._multiply.restype = (_P, _P, _P, _I64, _I32), None

@@ -102,6 +102,7 @@ template <bool ADD> void product(int m, const float* a, int64_t lda, const float
 
 // Outputs of `rows` [count, inputs]; `finish` gets sums [rows, 64], the first output and the first row of them.
 template <class Finish> void multiply(const Panels& of, const uint8_t* rows, int64_t count, int threads, Finish finish) {
+    constexpr int64_t BLOCK = 256;  // rows that stay in the cache while all weights pass
     int64_t groups = (of.outputs + GROUP - 1) / GROUP, row = 2 * of.inputs, shape = count < ROWS ? count : ROWS;
     auto weights = [&](int64_t group) {
         int64_t begin = group * GROUP, inside = begin % of.width;
@@ -111,19 +112,22 @@ template <class Finish> void multiply(const Panels& of, const uint8_t* rows, int
     {
         alignas(64) float sums[2 * ROWS * 2 * GROUP];
         Held held(shape);
-#pragma omp for
-        for (int64_t group = 0; group < groups; group += 2) {
-            const uint8_t *first = weights(group), *second = weights(group + 1 < groups ? group + 1 : group);
-            for (int64_t done = 0; done < count;) {
-                bool many = count >= 2 * ROWS && count - done > ROWS;
-                int64_t some = many ? 2 * ROWS : shape, from = done < count - some ? done : count - some;
-                const uint8_t* left = rows + from * row;
-                if (many)  // rows at the end are computed twice: tiles have one shape
-                    many_rows(left, row, first, of, sums), many_rows(left, row, second, of, sums + GROUP);
-                else
-                    some_rows(left, row, first, second, of, sums);
-                finish(sums, group * GROUP, from, some);
-                done = from + some;
+        for (int64_t begin = 0; begin < count; begin += BLOCK) {
+            const int64_t end = begin + BLOCK < count ? begin + BLOCK : count;
+#pragma omp for nowait
+            for (int64_t group = 0; group < groups; group += 2) {
+                const uint8_t *first = weights(group), *second = weights(group + 1 < groups ? group + 1 : group);
+                for (int64_t done = begin; done < end;) {
+                    bool many = count >= 2 * ROWS && end - done > ROWS;
+                    int64_t some = many ? 2 * ROWS : shape, from = done < end - some ? done : end - some;
+                    const uint8_t* left = rows + from * row;
+                    if (many)  // rows at the end are computed twice: tiles have one shape
+                        many_rows(left, row, first, of, sums), many_rows(left, row, second, of, sums + GROUP);
+                    else
+                        some_rows(left, row, first, second, of, sums);
+                    finish(sums, group * GROUP, from, some);
+                    done = from + some;
+                }
             }
         }
     }

@@ -42,7 +42,7 @@ template <class V> INLINE V load_as(const void* from) {
 INLINE vf load(const float* from) { return load_as<vf>(from); }
 template <int N> INLINE vf load_some(const float* from) {
     vf found = {};
-    std::memcpy(&found, from, 4 * N);
+    UNROLL for (int i = 0; i < N; i++) found[i] = from[i];  // a narrow store that is read as a vector would wait
     return found;
 }
 INLINE void store(float* to, vf what) { std::memcpy(to, &what, sizeof what); }
@@ -158,6 +158,12 @@ INLINE vf dot_pairs(vf sum, vu a, vu b) {  // each lane of `a` and `b` is a pair
     return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 }
 INLINE vu narrowed(vf low, vf high) { return (vu)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low); }
+// To 13 bits, for what is rounded to bfloat16.
+INLINE vf power_of_two(vf x) {
+    vf rest = (vf)_mm512_reduce_ps((__m512)x, 0x09);  // above the next lower whole number
+    vf found = ((rest * 7.802452e-2f + 2.2606716e-1f) * rest + 6.9583354e-1f) * rest + 9.9992522e-1f;
+    return (vf)_mm512_scalef_ps((__m512)found, (__m512)x);
+}
 template <int HALF> INLINE vu paired(vu a, vu b) {  // numbers of one half of two rows, in turns
     typedef uint16_t vhh __attribute__((vector_size(W * 4)));
     vhh order;
@@ -177,13 +183,6 @@ INLINE vf exp_of(vf x) {
     found = found * rest * rest + rest + 1.0f;
     vu power = ((vu)shifted + 127u) << 23;
     return choose(x < -87.3f, vf{}, found * as_float(power));
-}
-// To 13 bits, for what is rounded to bfloat16.
-INLINE vf power_of_two(vf x) {
-    vf shifted = x + 0x1.8p23f;
-    vf rest = x - (shifted - 0x1.8p23f);
-    vf found = ((rest * 5.517166876e-2f + 2.426111328e-1f) * rest + 6.932609864e-1f) * rest + 9.999280729e-1f;
-    return choose(x < -126.0f, vf{}, found * as_float(((vu)shifted + 127u) << 23));
 }
 INLINE vf tanh_of(vf x) { return 1.0f - 2.0f / (exp_of(x + x) + 1.0f); }
 
