@@ -91,6 +91,28 @@ def test_with_overlap_a_step_is_launched_before_the_one_before_it_settles() -> N
     assert found[:3] == ["launched", "launched", "settled"] and found[-1] == "settled"
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_precedes_a_launch_is_part_of_what_a_step_costs(overlap: bool) -> None:
+    """Requests that decode wait while others are admitted."""
+
+    class Slow(Part):
+        seconds = 0.0
+
+        def before_schedule(self) -> None:
+            self.seconds += takes
+
+    takes, found = 0.0, {}
+    for takes in (0.0, 1.0):
+        part = Slow()
+        replay = replay_with(part, overlap=overlap)
+        loop, costs = replay.loop, found.setdefault(takes, [])
+        loop._seconds = lambda clock=loop._seconds, part=part: clock() + part.seconds  # type: ignore[misc]
+        loop.scheduler.measured = lambda step, seconds, costs=costs: costs.append(seconds)  # type: ignore[method-assign, misc]
+        replay.run(TRACE)
+    assert len(found[0.0]) > 3 and min(found[0.0]) > 0
+    assert found[1.0][1:] == pytest.approx([each + 1.0 for each in found[0.0][1:]])
+
+
 def test_a_part_changes_no_result() -> None:
     without, beside = replay_with().run(TRACE), replay_with(Noting("a", [])).run(TRACE)
     assert without.digest == beside.digest

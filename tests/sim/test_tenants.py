@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from quire.cache import KVCache
+from quire.errors import InvalidInput
 from quire.plan.budget import MemoryPlan
 from quire.settings.tenants import tenants_of
 from quire.sim.replay import Replay, ReplaySettings
@@ -102,3 +103,19 @@ def test_loads_of_tenants() -> None:
     again = of_quiet(open_trace("noisy:9,quiet:1", seed=5))
     assert [each.prompt.tolist() for each in quiet] != [each.prompt.tolist() for each in again]
     assert {each.session.partition(" ")[0] for each in trace} == {"noisy", "quiet"}
+
+
+def test_a_size_in_which_floors_do_not_fit_is_refused_before_anything_runs() -> None:
+    """What is cached within a floor stays, so that such a size would never be reached, and nothing would begin."""
+    plan = plan_of("full")
+    smaller = replace(plan, frames=(1200,), num_pages=1200)
+    floor = 1500 * plan.groups[0].layout.bytes_per_frame
+    settings = ReplaySettings(tenants=tenants_of({"quiet": {"floor": floor}, "noisy": {}}), sizes=((5.0, smaller),))
+    with pytest.raises(InvalidInput, match="the floors need 12"):
+        Replay(plan, COST, settings)
+
+
+def test_a_floor_that_leaves_no_room_for_a_request_is_why_it_is_refused() -> None:
+    trace = [each for each in open_trace("noisy:9,quiet:1", seed=0) if each.session.startswith("noisy")][:3]
+    result = run("full", trace, {"quiet": {"floor": "99.9%"}, "noisy": {}})
+    assert all("tenant 'noisy' can have" in each.refused for each in result.records)

@@ -66,7 +66,7 @@ class Loop:
         self.device = device
         self._seconds = seconds
         self._in_flight: Launched | None = None
-        self._settled_at = 0.0
+        self._began = self._settled_at = 0.0  # the last turn, and the last step
         self._has_ends = False  # since the last step
         self._halted: QuireError | None = None
         self._before_schedule = self._hooks("before_schedule")
@@ -131,6 +131,7 @@ class Loop:
 
     def step(self) -> None:
         """Schedule and launch a step, and settle the one before it, or this one without overlap."""
+        self._began = self._seconds()
         for hook in self._before_schedule:
             hook()
         step, previous = self.scheduler.schedule(), self._in_flight
@@ -174,8 +175,11 @@ class Loop:
 
     def _settle(self, launched: Launched) -> None:
         result = StepResult(launched, launched.wait())
-        began, self._settled_at = max(launched.began, self._settled_at), self._seconds()
-        if not launched.waits:  # the time since its launch, or since the end of the step before, is what it costs
+        # What a step costs begins with its launch, or with the end of the step before; without overlap it begins with
+        # the turn, since requests that decode wait while others are admitted.
+        began = max(launched.began, self._settled_at) if self.overlaps else self._began
+        self._settled_at = self._seconds()
+        if not launched.waits:
             self.scheduler.measured(launched.step, self._settled_at - began)
         for hook in self._settling:
             hook(result)

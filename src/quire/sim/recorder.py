@@ -128,7 +128,7 @@ class Recorder(Part):
     def _refusal(self, request: ScriptedRequest, error: QuireError) -> str:
         """Why a request can never run, without the bytes of a pool whose size is in tokens."""
         plan, prompt, output = self._cache.resizing.plan, request.num_prompt_tokens, request.max_tokens
-        if not isinstance(error, RequestTooLarge):
+        if not isinstance(error, RequestTooLarge) or prompt + output <= plan.largest_request:
             return error.message
         return (
             f"{counted(prompt, 'prompt token')} and {counted(output, 'output token')} need "

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 
 from quire.cache import KVCache
 from quire.counters import plain
@@ -183,6 +184,8 @@ class Replay:
         self._waits.arrives = lambda: self._arrivals.next_time
         told = [EndingsPart(ending_of)] if settings.endings == "told" else []
         self._tenants = parts_for_tenants(self.cache)
+        for part, (_, smaller) in product(self._tenants, settings.sizes):
+            part.fits(smaller)
         own = [*self.drafts, self._waits, *told, *self._tenants, *resizing, *parts, self.recorder]
         self.loop = Loop(
             self.scheduler, self.cache, device, own, overlaps=settings.overlap, seconds=lambda: self.clock.now
