@@ -145,10 +145,14 @@ def memory(where: ServerAddress, asked: AskedMemory) -> Report:
 
 
 def _state(found: dict[str, Any]) -> str:
-    state = "the KV memory is released, and requests wait" if found["released"] else "the KV memory is in use"
+    state = (
+        "the KV memory is released, and requests wait until --resume, which brings the last size"
+        if found["released"]
+        else "the KV memory is in use"
+    )
     left = f"{found['evicted_pages']:,} pages have left the device, {found['moved_frames']:,} frames have moved"
     changed = f"; {left}" if found["evicted_pages"] or found["moved_frames"] else ""
-    return f"{state}{changed}" + ("" if found["done"] else "; it goes on as requests end")
+    return f"{state}{changed}" + ("" if found["done"] else "; it goes on as requests and copies to lower tiers end")
 
 
 def _sizes(found: dict[str, Any]) -> Any:
@@ -163,4 +167,4 @@ def _sizes(found: dict[str, Any]) -> Any:
 def _holders(found: dict[str, Any]) -> list[Any]:
     sizes = ("num_bytes", "most_bytes")
     body = [(each["name"], *(format_bytes(each[name]) for name in sizes)) for each in found["holders"]]
-    return [plain_table(("what keeps the rest", "now", "at its end"), body)] if body else []
+    return [plain_table(("requests that hold memory", "now", "at their end"), body)] if body else []

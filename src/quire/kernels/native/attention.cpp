@@ -20,7 +20,7 @@ namespace {
 
 constexpr int DIRECT = 32, PACKED = 128;  // tokens of a block read in place, or unpacked
 constexpr int MOST_DIRECT = 16;  // queries of a head that read keys in place
-constexpr int MOST_QUERIES = 1024;  // queries of a head in one task
+constexpr int MOST_QUERIES = 1024, LEAST_QUERIES = 256;  // queries of a head in one task, fewer where threads would lack tasks
 constexpr int SOME_QUERIES = 48;  // whose scores stay in the cache
 constexpr int MIN_SHARED = 256;  // tokens not read again that make a shared run worthwhile
 constexpr int MIN_PIECE = 256;  // keys
@@ -134,7 +134,7 @@ void add_rows(Plan& plan, int sequence, int start, int stop, int done) {
 }
 
 void cut_tasks(const Call& call, Plan& plan) {
-    int group = int(call.heads / call.kv_heads), most = std::max(1, MOST_QUERIES / group);
+    int group = int(call.heads / call.kv_heads);
     auto cost = [&](const Task& task) {
         int64_t queries = int64_t(task.count) * group;
         return (task.stop - task.first) * task.heads * (queries + 6);
@@ -142,17 +142,27 @@ void cut_tasks(const Call& call, Plan& plan) {
     std::vector<Task> by_rows, found;
     plan.before.resize(plan.rows.size());
     int64_t total = 0;
-    for (Task task : plan.tasks) {
+    for (Task& task : plan.tasks) {
         task.heads = int(call.kv_heads);
-        for (int at = 0; at < task.count; at += most) {
-            Task block = task;
-            block.rows_at += at, block.count = std::min(most, task.count - at);
-            by_rows.push_back(block);
-            total += cost(block);
-        }
+        total += cost(task);
     }
     // Costs are added to it.
     int64_t limit = call.threads > 1 ? std::max<int64_t>(1, total / (4 * call.threads)) : INT64_MAX / 2;
+    for (const Task& task : plan.tasks) {
+        int64_t queries = limit / std::max(1, task.stop - task.first);
+        int most = std::max(1, int(std::clamp<int64_t>(queries, LEAST_QUERIES, MOST_QUERIES)) / group);
+        for (int at = 0; at < task.count; at += most) {
+            Task block = task;
+            block.rows_at += at, block.count = std::min(most, task.count - at);
+            int low = task.stop, high = 0;  // of what these rows see
+            for (int i = 0; i < block.count; i++) {
+                int row = plan.rows[block.rows_at + i];
+                low = std::min(low, plan.low[row]), high = std::max(high, plan.high[row]);
+            }
+            block.first = std::max(task.first, low), block.stop = std::min(task.stop, high + 1);
+            by_rows.push_back(block);
+        }
+    }
     for (const Task& task : by_rows) {
         // Many queries: a head at a time stays in the cache.
         int heads = task.count * group > MOST_DIRECT ? 1 : task.heads;

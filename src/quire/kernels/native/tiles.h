@@ -114,7 +114,7 @@ template <class Finish> void multiply(const Panels& of, const uint8_t* rows, int
         Held held(shape);
         for (int64_t begin = 0; begin < count; begin += BLOCK) {
             const int64_t end = begin + BLOCK < count ? begin + BLOCK : count;
-#pragma omp for nowait
+#pragma omp for schedule(static) nowait  // a thread has the same outputs of all rows
             for (int64_t group = 0; group < groups; group += 2) {
                 const uint8_t *first = weights(group), *second = weights(group + 1 < groups ? group + 1 : group);
                 for (int64_t done = begin; done < end;) {
