@@ -94,7 +94,7 @@ def _notes_on_load(plan: Plan) -> Iterator[str]:
     if (least := settings.kv_memory_least) is not None:
         found = size_within(plan, least)
         most = f"{found.num_tokens:,} tokens, and requests of up to {found.largest_request:,}"
-        yield f"it may be made smaller while it serves, as far as floors of tenants allow: {format_bytes(least)} hold {most}."
+        yield f"it may be made smaller while it serves, if floors of tenants fit: {format_bytes(least)} hold {most}."
 
 
 def _notes_on_settings(plan: Plan) -> Iterator[str]:
