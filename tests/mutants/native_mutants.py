@@ -96,8 +96,8 @@ _tiles = partial(_changed, source="tiles.h", killer="native tiles")
 _tiles(
     "rows_beyond_the_last_tile_are_left_out",
     "where the CPU multiplies tiles, outputs of the last rows of a step are what the memory had",
-    "done < count;",
-    "done + shape <= count;",
+    "done < end;",
+    "done + shape <= end;",
 )
 _tiles(
     "groups_of_a_product_are_swapped",
@@ -264,8 +264,8 @@ _changed(
 _changed(
     "heads_share_the_first_one",
     "all heads of a large task read the keys of its first head",
-    "multiply<false>(task.head + head,",
-    "multiply<false>(head,",
+    "unpack(task.head + head, tokens);",
+    "unpack(head, tokens);",
 )
 _changed(
     "a_run_goes_one_page_too_far",
@@ -441,4 +441,10 @@ _rows(
     "SiLU of large negative numbers is not near zero",
     "x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x",
     "x < -8.0f ? -8.0f : x > 8.0f ? 8.0f : x",
+)
+_changed(
+    "a_block_that_is_seen_in_part_is_passed_over",
+    "queries miss the tokens of the last block that they see, where they do not see all of it",
+    "low >= first + tokens || high < first;",
+    "low >= first + tokens || high < first + tokens - 1;",
 )
