@@ -347,8 +347,8 @@ _pairs(
 _pairs(
     "tiles_keep_the_weight_of_smaller_peaks",
     "where the CPU multiplies tiles, what a prompt's row added before a larger score came keeps its weight",
-    "+ d] *= factors[i];",
-    "+ d] *= 1;",
+    "+ d) * factors[i]);",
+    "+ d) * 1);",
     source="attention.cpp",
 )
 _pairs(
