@@ -290,7 +290,7 @@ def test_tenants_have_what_a_server_gives_them(run: Run, tmp_path: Path, arena: 
     assert largest["small"] < 0.06 * found["max_total_num_tokens"] < largest["large"]
     path.write_text('{"none": {"ceiling": "1KiB"}}')
     assert (
-        "ceiling of 1024" in error(run, "gemma-3-27b", "--kv-memory", "20GiB", "--tenants", path, *arena)[1]["message"]
+        "ceiling of 1KiB," in error(run, "gemma-3-27b", "--kv-memory", "20GiB", "--tenants", path, *arena)[1]["message"]
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +60,16 @@ def test_a_replay_says_that_a_trace_has_no_key_of_a_tenant(run: Run, tmp_path: P
     ("terms", "told"),
     [
         ({"a": {"floor": "70%"}, "b": {"floor": "60%"}}, "the floors need 130.0%"),
-        ({"a": {"floor": "70%", "ceiling": "60%"}}, "a floor of 70% and a ceiling of 60%"),
+        ({"a": {"floor": "512MiB", "ceiling": "25%"}}, "a floor of 512MiB (50.1%) and a ceiling of 25% (255.50 MiB)"),
         ({"a": {"floor": "4GiB"}}, "the floors need"),
         ({"a": {"weight": 0}}, "has the weight 0"),
         ({"a": {"weight": True}}, "has the weight True"),
-        ({"a": {"floor": "101%"}}, "'101%' is no part of the KV memory"),
-        ({"a": {"floor": 0.5}}, "0.5 is no part of the KV memory"),
+        ({"a": {"floor": "101%"}}, "the floor of tenant 'a' is '101%', which is no part of the KV memory"),
+        ({"b": {}, "a": {"ceiling": 0.5}}, "the ceiling of tenant 'a' is 0.5, which is no part"),
+        ({"a": {"floor": "-10%"}}, "the floor of tenant 'a' is '-10%'"),
+        ({"a": {"floor": "many"}}, "the floor of tenant 'a' is 'many'"),
+        ({"a": {"floor": True}}, "the floor of tenant 'a' is True"),
+        ({"a": {"floor": "nan%"}}, "the floor of tenant 'a' is 'nan%'"),
         ({"a": {"roof": "1%"}}, "has no 'roof'"),
         ({"a": {"keys": "x"}}, "no list of names"),
         ({"a": {"keys": ["x"]}, "b": {"keys": ["x"]}}, "the key 'x' has two tenants"),
@@ -80,8 +85,19 @@ def test_terms_that_cannot_be_are_refused(run: Run, tmp_path: Path, terms: Any, 
     assert done.exit_code == 2 and told in error["message"] and error["fix"], done.stderr
 
 
+@pytest.mark.parametrize("options", [("llama-3.1-8b",), ("gemma-3-27b",), ("gemma-3-27b", "--arena")])
+def test_floors_fit_in_the_memory_that_a_refusal_names(run: Run, tmp_path: Path, options: tuple[str, ...]) -> None:
+    file = written(tmp_path / "t", {"a": {"floor": "10GiB"}, "b": {"floor": "15GiB"}, "c": {"floor": "10%"}})
+    error = json.loads(run("plan", *options, "--kv-memory", "24GiB", "--tenants", file, "--json").stderr)["error"]
+    assert "in 24.00 GiB of KV memory: 'a' 10GiB (" in error["message"] and "'c' 10% (2." in error["message"]
+    need = re.findall(r"or have ([0-9]+MiB) or more of KV memory \(--kv-memory", error["fix"])[0]
+    assert 27.7 < int(need.removesuffix("MiB")) / 1024 < 28.1
+    assert run("plan", *options, "--kv-memory", need, "--tenants", file).exit_code == 0
+
+
 def test_a_file_that_is_none_is_refused(run: Run, tmp_path: Path) -> None:
     (tmp_path / "t").write_text("{")
     for path in (tmp_path / "t", tmp_path / "none"):
         done = run("replay", "noisy:9,quiet:1", "--tenants", path, "--json")
-        assert done.exit_code == 2 and "cannot be read" in done.stderr
+        error = json.loads(done.stderr)["error"]
+        assert done.exit_code == 2 and "cannot be read" in error["message"] and str(path) in error["fix"]

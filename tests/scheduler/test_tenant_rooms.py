@@ -208,7 +208,7 @@ def test_floors_of_all_bytes_without_padding() -> None:
     terms: dict[str, Any] = {"quiet": {"floor": 21}, "noisy": {"floor": 20}}
     part = TenantsPart(TenantServer(terms, num_pages=41).tenants)
     part.fits(small_plan(41, 1))
-    with pytest.raises(InvalidInput, match=r"the floors need 102.5% of the KV memory of 40 bytes"):
+    with pytest.raises(InvalidInput, match=r"the floors need 102.5% of the 40 B of frames in 41 B of KV memory"):
         part.fits(small_plan(40, 1))
 
 

@@ -15,6 +15,7 @@ from quire.cache import KVCache
 from quire.errors import InvalidInput, RequestTooLarge
 from quire.offload import offload_of
 from quire.scheduler.request import RequestState
+from quire.settings.setting import exact_bytes
 from quire.settings.tenants import tenants_of
 from quire.spec.events import Namespace
 from quire.testing import small_plan
@@ -177,7 +178,7 @@ def test_terms_change_while_requests_run() -> None:
     with pytest.raises(InvalidInput, match="request r4 of tenant 'noisy' needs 24 pages, and could have 12 then"):
         server.tenants.change("noisy", {"ceiling": "30%"}, [("r4", NOISY, 24)])
     server.tenants.change("quiet", {"floor": "40%"})
-    with pytest.raises(InvalidInput, match=r"the floors need 110.0% of the KV memory.*'noisy' 70.0%, 'quiet' 40.0%"):
+    with pytest.raises(InvalidInput, match=r"the floors need 110.0% of .* KV memory: 'noisy' 70% .*, 'quiet' 40% "):
         server.tenants.change("noisy", {"floor": "70%"})
     for ceiling in ("0%", "2%"):  # of 40 pages
         with pytest.raises(
@@ -299,5 +300,5 @@ def test_a_ceiling_of_the_smallest_request_is_enough(pages: int) -> None:
     page = plan.room_bytes // pages
     cache = KVCache(plan, tenants=tenants_of({"a": {"ceiling": page}}))
     assert cache.admission.largest_request(Namespace(salt="a/")) == 17
-    with pytest.raises(InvalidInput, match=f"Fix: give it {page} or more"):
+    with pytest.raises(InvalidInput, match=f"Fix: give it {exact_bytes(page)} or more"):
         KVCache(plan, tenants=tenants_of({"a": {"ceiling": page - 1}}))

@@ -152,8 +152,9 @@ def test_the_command_line_shows_and_changes_the_size(live: LiveServer) -> None:
     [
         (("--release", "--resume"), "--release and --resume were given"),
         (("--preempt",), "add --resize 8GiB"),
-        (("--resize", "1GiB"), "1.00 GiB of KV memory were asked for"),
-        (("--resize", "1MiB"), "ask for"),
+        (("--resize", "1GiB"), "ask for 4MiB to 320MiB, or start the server with --kv-memory 4MiB..1GiB."),
+        (("--resize", "1MiB"), "ask for 4MiB to 320MiB, or start the server with --kv-memory 1MiB..320MiB."),
+        (("--resize-host", "1KiB"), "use --resize-host (host_bytes) "),
     ],
 )
 def test_what_cannot_be_is_told(live: LiveServer, options: tuple[str, ...], told: str) -> None:
@@ -172,6 +173,9 @@ def test_other_bodies_are_refused(live: LiveServer) -> None:
     ):
         status, answer = live.request("/v1/cache/resize", body)
         assert status == 400 and answer["error"]["message"], answer
+    for size in (-5, "-1MiB", 9000000.5):
+        message = live.request("/v1/cache/resize", {"device_bytes": size})[1]["error"]["message"]
+        assert message.startswith("device_bytes: ") and "QUIRE" not in message and "Fix: write a number" in message
     assert psutil.pid_exists(live.process.pid)
 
 

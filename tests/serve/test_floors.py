@@ -79,7 +79,7 @@ def test_terms_change_at_run_time_or_not_at_all(live: LiveServer) -> None:
     status, answer = ask(live, "/v1/tenants", {"name": "noisy", "floor": "80%", "ceiling": None}, "admin")
     assert status == 400 and "the floors need 105.0%" in answer["error"]["message"]
     status, answer = ask(live, "/v1/tenants", {"name": "noisy", "floor": "30%"}, "admin")
-    assert status == 400 and "a floor of 30% and a ceiling of 20%" in answer["error"]["message"]
+    assert status == 400 and "a floor of 30% (" in answer["error"]["message"]
     for body in ({"name": "noisy", "floor": "much"}, {"name": "noisy", "weight": -1}, {"name": "x"}, {"floor": "1%"}):
         assert ask(live, "/v1/tenants", body, "admin")[0] == 400
     assert tenants(live)["noisy"] == now["noisy"]

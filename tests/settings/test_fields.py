@@ -15,7 +15,7 @@ from quire.engine.planning import plan_settings
 from quire.errors import InvalidInput
 from quire.plan.settings import PlanSettings
 from quire.settings.fields import PoolFields
-from quire.settings.setting import Settings, option_names, parse_tokens
+from quire.settings.setting import Settings, exact_bytes, option_names, parse_bytes, parse_tokens
 
 
 def parts(model: type[Settings] = Settings) -> Iterator[type[Settings]]:
@@ -76,3 +76,13 @@ def test_bounds_options_and_messages_are_those_of_the_declaration() -> None:
         with pytest.raises(InvalidInput, match="a ratio of 0"):
             model(swa_full_tokens_ratio=0)
     assert parse_tokens("2k") == 2048
+
+
+def test_a_range_that_is_none_is_quoted() -> None:
+    with pytest.raises(InvalidInput, match=r"--kv-memory 9GiB..3GiB: the least is more than the most"):
+        engine_config(model="tiny", kv_memory="9GiB..3GiB")
+
+
+@pytest.mark.parametrize("text", ["20MiB", "4GB", "1001B", "1536MiB", "3TiB", "1KB"])
+def test_a_size_is_told_as_it_was_written(text: str) -> None:
+    assert exact_bytes(parse_bytes(text)) == text

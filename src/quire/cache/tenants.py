@@ -137,7 +137,7 @@ class Tenants(TenantShares):
         """Raise InvalidInput unless the cache can keep these terms, now or with another plan."""
         plan = plan or self._plan
         least = self._need(plan.pages_of(2)) / np.maximum(1, self._totals(now=False, plan=plan))
-        check_tenants(terms, plan.room_bytes, float(least.max()))
+        check_tenants(terms, plan.room_bytes, float(least.max()), max(0, plan.pool_bytes - plan.room_bytes))
 
     def change(
         self,

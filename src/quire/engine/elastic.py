@@ -24,6 +24,7 @@ from quire.loop.tenants import parts_for_tenants
 from quire.offload import offload_of
 from quire.plan.budget import MemoryPlan, format_bytes
 from quire.plan.plan import size_within
+from quire.settings.setting import exact_bytes
 
 if TYPE_CHECKING:
     from quire.engine.core import EngineCore
@@ -133,10 +134,11 @@ class ElasticMemory(ResizingPart):
             have = format_bytes(self._most) + " at most"
             if num_bytes < self._least:
                 have = f"{format_bytes(self._least)} at least" if self._least < self._most else "a fixed size"
+            most, least = exact_bytes(max(num_bytes, self._most)), exact_bytes(min(num_bytes, self._least))
+            within = f"ask for {exact_bytes(self._least)} to {exact_bytes(self._most)}, or "
             raise InvalidInput(
                 f"{format_bytes(num_bytes)} of KV memory were asked for, and this server was started with {have}.",
-                fix=f"ask for {self._least} to {self._most} bytes, or start the server with another --kv-memory, such "
-                "as 1GiB..4GiB.",
+                fix=f"{within * (self._least < self._most)}start the server with --kv-memory {least}..{most}.",
             )
         plan = size_within(self._whole, num_bytes)
         for floor in self.floors:

@@ -10,6 +10,7 @@ from quire.errors import InvalidInput, RefusedCombination
 from quire.offload.host_resizing import HostResizing
 from quire.plan.budget import format_bytes
 from quire.plan.host import host_frames
+from quire.settings.setting import exact_bytes
 from quire.spec.record_size import records_bytes
 
 if TYPE_CHECKING:
@@ -48,9 +49,9 @@ class HostMemorySize:
             raise InvalidInput(
                 f"{format_bytes(num_bytes)} of host memory were asked for, and this server has at most "
                 f"{format_bytes(self._most)}.",
-                fix=f"ask for at most {self._most} bytes, or start the server with more --host-memory.",
+                fix=f"ask for at most {exact_bytes(self._most)}, or start the server with more --host-memory.",
             )
-        host_frames(self._plan, num_bytes)
+        host_frames(self._plan, num_bytes, option="--resize-host (host_bytes)")
 
     def aim(self, num_bytes: int) -> None:
         """Have so many bytes, as was checked; `go_on` gets there."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from quire.errors import ContextTooLong, InvalidInput, PlanError, RequestTooLarge
+from quire.settings.setting import format_bytes as format_bytes
 from quire.spec.arena import ArenaLayout
 from quire.spec.group import GroupSpec
 from quire.spec.hisparse import RESIDENT, HotBuffers, Resident
@@ -19,14 +20,6 @@ from quire.spec.speculation import (
     get_kept_features,
     get_req_to_token_extra_context_len,
 )
-
-
-def format_bytes(size: int) -> str:
-    """`size` in the largest binary unit in which it is at least one: `1.50 GiB`, `640 B`."""
-    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if size >= unit:
-            return f"{size / unit:.2f} {name}"
-    return f"{size} B"
 
 
 def counted(number: int, noun: str) -> str:

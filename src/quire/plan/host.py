@@ -74,11 +74,11 @@ def frames_beside(plan: MemoryPlan, count: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def host_frames(plan: MemoryPlan, num_bytes: int) -> tuple[int, ...]:
+def host_frames(plan: MemoryPlan, num_bytes: int, option: str = "--host-memory") -> tuple[int, ...]:
     """Host frames of each group, as `HostPool` allocates them, for `num_bytes` bytes of one rank's host memory.
 
     They are those of `frames_beside`. The bytes include headers, strides and the padding row. One frame more of the
-    largest group would not fit. Raises PlanError with the smallest size that works.
+    largest group would not fit. Raises PlanError with the smallest size of the `option` that works.
     """
 
     def size(count: int) -> int:
@@ -89,7 +89,7 @@ def host_frames(plan: MemoryPlan, num_bytes: int) -> tuple[int, ...]:
         raise PlanError(
             f"{format_bytes(num_bytes)} of host memory hold no page{beside}: one frame of each group takes "
             f"{format_bytes(size(1))}.",
-            fix=f"use --host-memory {round_up_bytes(size(1)).replace(' ', '')} or more for each rank.",
+            fix=f"use {option} {round_up_bytes(size(1)).replace(' ', '')} or more for each rank.",
         )
     return frames_beside(plan, bisect_right(range(1, num_bytes), num_bytes, key=size))
 

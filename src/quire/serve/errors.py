@@ -254,6 +254,8 @@ def _wrong_field(problems: Sequence[Mapping[str, Any]]) -> BadField:
     paths = [_path(each["loc"]) for each in problems]
     deepest = max(range(len(problems)), key=lambda at: (_depth(problems[at]["loc"]), -at))
     path, worst = paths[deepest], problems[deepest]
+    if isinstance(cause := worst.get("ctx", {}).get("error"), InvalidInput):
+        return BadField(f"{path}: {cause.message}", param=path, fix=cause.fix)
     if worst["type"] == "union_tag_not_found":
         path += ".type"
     if worst["type"] in ("missing", "union_tag_not_found"):

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, InstanceOf, field_validator, model_validator
 
 from quire.errors import InvalidInput
-from quire.settings.setting import Bytes, Settings, Speed, Tokens, setting
+from quire.settings.setting import Bytes, Settings, Speed, Tokens, exact_bytes, setting
 from quire.spec.hisparse import HiSparseConfig
 from quire.spec.speculation import SpeculativeConfig
 
@@ -213,7 +213,8 @@ class PoolFields(ArenaFields, HiSparseFields, BatchFields):
     def _range_is_one(self) -> Self:
         least, most = self.kv_memory_least, self.kv_memory
         if least is not None and (most is None or least > most):
-            raise InvalidInput("kv_memory: the least is more than the most.", fix="write 8GiB..24GiB, the least first.")
+            given = f"--kv-memory {exact_bytes(least)}..{exact_bytes(most) if most else 'auto'}"
+            raise InvalidInput(f"{given}: the least is more than the most.", fix="write 8GiB..24GiB, the least first.")
         return self
 
     @field_validator("kv_memory", mode="before")

@@ -39,6 +39,21 @@ def parse_bytes(text: str | int) -> int:
     return _parse(text, _BYTES, "a size", "write a number and a unit, such as 8GiB or 512MiB.")
 
 
+def format_bytes(size: int) -> str:
+    """`size` in the largest binary unit in which it is at least one: `1.50 GiB`, `640 B`."""
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.2f} {name}"
+    return f"{size} B"
+
+
+def exact_bytes(size: int) -> str:
+    """`size` in the unit in which it is shortest, as input for `parse_bytes`: `20MiB`, `1001B`."""
+    units = ("B", "KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB")
+    whole = (f"{size // _BYTES[unit.upper()]}{unit}" for unit in units if size % _BYTES[unit.upper()] == 0)
+    return min(whole, key=len)
+
+
 def parse_tokens(text: str | int) -> int:
     """Tokens of a count such as `32768`, `32k` (32,768) or `1m` (1,048,576). Raises InvalidInput for anything else."""
     return _parse(text, _TOKENS, "a number of tokens", "write a number such as 32768 or 32k.")

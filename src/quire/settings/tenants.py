@@ -14,12 +14,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quire.errors import InvalidInput
-from quire.settings.setting import parse_bytes
+from quire.settings.setting import exact_bytes, format_bytes, parse_bytes
 
 DEFAULT_TENANT = "default"
 MOST_TENANTS = 1024
@@ -36,29 +37,28 @@ class Amount:
     bytes: int = 0
 
     @classmethod
-    def parse(cls, value: Any) -> Amount:
-        """From `"25%"`, `"8GiB"` or a number of bytes; 0 and `"0"` are nothing. Raises InvalidInput."""
+    def parse(cls, value: Any, what: str) -> Amount:
+        """From `"25%"`, `"8GiB"` or a number of bytes; 0 and `"0"` are nothing. Raises InvalidInput, about `what`."""
         text = str(value).strip()
-        if isinstance(value, bool) or not isinstance(value, int | str):
-            raise InvalidInput(f"{value!r} is no part of the KV memory.", fix=_HOW)
-        if text == "0":
-            return cls()
-        if not text.endswith("%"):
-            return cls(bytes=parse_bytes(value))
-        try:
-            share = float(text[:-1]) / 100
-        except ValueError:
-            share = math.nan
-        if not 0 <= share <= 1:
-            raise InvalidInput(f"'{text}' is no part of the KV memory.", fix=_HOW)
-        return cls(share=share)
+        with suppress(ValueError):  # InvalidInput is one
+            if text == "0":
+                return cls()
+            if not text.endswith("%"):
+                return cls(bytes=parse_bytes(value))
+            if 0 <= (share := float(text[:-1]) / 100) <= 1:
+                return cls(share=share)
+        raise InvalidInput(f"{what} is {value!r}, which is no part of the KV memory.", fix=_HOW)
 
     def of(self, total: int) -> float:
         """Its share of so many bytes, which may be above 1."""
         return self.share if not self.bytes else self.bytes / max(1, total)
 
     def __str__(self) -> str:
-        return f"{self.bytes}" if self.bytes else f"{100 * self.share:g}%"
+        return exact_bytes(self.bytes) if self.bytes else f"{100 * self.share:g}%"
+
+    def told(self, total: int) -> str:
+        """As it was written, and what that is of so many bytes."""
+        return f"{self} ({self.of(total):.1%})" if self.bytes else f"{self} ({format_bytes(int(self.share * total))})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,10 +79,11 @@ class TenantTerms:
         weight = given.get("weight", self.weight)
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
             raise InvalidInput(f"tenant '{self.name}' has the weight {weight!r}.", fix="give a number above 0.")
-        floor = Amount.parse(given["floor"]) if "floor" in given else self.floor
+        whose = f"of tenant '{self.name}'"
+        floor = Amount.parse(given["floor"], f"the floor {whose}") if "floor" in given else self.floor
         ceiling = self.ceiling
         if "ceiling" in given:
-            ceiling = None if given["ceiling"] is None else Amount.parse(given["ceiling"])
+            ceiling = None if given["ceiling"] is None else Amount.parse(given["ceiling"], f"the ceiling {whose}")
         return TenantTerms(name=self.name, keys=self.keys, floor=floor, ceiling=ceiling, weight=float(weight))
 
 
@@ -93,7 +94,8 @@ def read_tenants(path: Path | None) -> tuple[TenantTerms, ...]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InvalidInput(f"the tenants in '{path}' cannot be read: {error}.", fix="write a JSON object.") from error
+        fix = f"write a JSON object to '{path}', or name another file."
+        raise InvalidInput(f"the tenants in '{path}' cannot be read: {error}.", fix=fix) from error
     return tenants_of(found)
 
 
@@ -117,25 +119,29 @@ def tenants_of(found: Any) -> tuple[TenantTerms, ...]:
     return tuple(tenants.values())
 
 
-def check_tenants(tenants: Sequence[TenantTerms], total: int, least: float) -> None:
-    """Raise InvalidInput unless the floors fit together in `total` bytes of KV memory, each within its ceiling, and no
-    ceiling is below the `least` share that the smallest request takes."""
+def check_tenants(tenants: Sequence[TenantTerms], total: int, least: float, padding: int) -> None:
+    """Raise InvalidInput unless the floors fit together in `total` bytes of frames, beside which the KV memory has
+    `padding`, each within its ceiling, and no ceiling is below the `least` share that the smallest request takes."""
     for each in tenants:
-        floor, ceiling = each.floor.of(total), each.ceiling.of(total) if each.ceiling is not None else math.inf
-        if ceiling * NEARLY < least:
+        floor, ceiling = each.floor, each.ceiling or Amount(share=math.inf)
+        if ceiling.of(total) * NEARLY < least:
             size = math.ceil(least * total)
-            told = f"tenant '{each.name}' has a ceiling of {each.ceiling}, and the smallest request takes {least:.2%}"
-            raise InvalidInput(f"{told} of the memory, {size:,} bytes.", fix=f"give it {size} or more.")
-        if floor > ceiling:
-            need, have = f"a floor of {each.floor}", f"a ceiling of {each.ceiling}"
-            raise InvalidInput(f"tenant '{each.name}' has {need} and {have}.", fix="lower the floor.")
-    promised = {each.name: each.floor.of(total) for each in tenants if each.floor.of(total)}
-    if sum(promised.values()) > 1 + 1e-9:
-        told = ", ".join(f"'{name}' {share:.1%}" for name, share in promised.items())
+            told = f"tenant '{each.name}' has a ceiling of {ceiling}, and the smallest request takes {least:.2%}"
+            told += f" of the memory, {format_bytes(size)}."
+            raise InvalidInput(told, fix=f"give it {exact_bytes(size)} or more.")
+        if floor.of(total) > ceiling.of(total):
+            told = f"tenant '{each.name}' has a floor of {floor.told(total)} and a ceiling of {ceiling.told(total)}."
+            raise InvalidInput(told, fix="lower the floor, or raise the ceiling.")
+    promised = [each for each in tenants if each.floor.of(total)]
+    if (share := sum(each.floor.of(total) for each in promised)) > 1 + 1e-9:
+        told = ", ".join(f"'{each.name}' {each.floor.told(total)}" for each in promised)
         sizes = sum(each.floor.bytes for each in tenants)
         rest = 1 - sum(each.floor.share for each in tenants if not each.floor.bytes)
-        more = f", or have room for {math.ceil(sizes / rest):,} bytes of frames" if sizes and rest > 1e-6 else ""
+        more = ""
+        if sizes and rest > 1e-6:
+            need = math.ceil(sizes / rest) + 2 * padding  # their frames, and up to a page that is none
+            more = f", or have {-(-need // 2**20)}MiB or more of KV memory (--kv-memory, or --resize while it serves)"
+        have = f"{format_bytes(total)} of frames in {format_bytes(total + padding)} of KV memory"
         raise InvalidInput(
-            f"the floors need {sum(promised.values()):.1%} of the KV memory of {total:,} bytes: {told}.",
-            fix=f"lower them to 100 % together{more}.",
+            f"the floors need {share:.1%} of the {have}: {told}.", fix=f"lower them to 100 % together{more}."
         )
