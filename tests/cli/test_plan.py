@@ -268,7 +268,7 @@ def test_as_many_run_in_an_arena_as_the_plan_says(name: str, memory: int) -> Non
 
 def test_an_arena_without_effect_is_told(run: Run) -> None:
     found = data(run, "llama-3.1-8b", "--kv-memory", "20GiB", "--arena")
-    assert found["arena"] is None and any(note.startswith("--arena has no effect") for note in found["notes"])
+    assert found["arena"] is None and any(note.endswith("This model has 1 group (full).") for note in found["notes"])
 
 
 @pytest.mark.parametrize("arena", [(), ("--arena",)], ids=["pools", "arena"])

@@ -85,6 +85,16 @@ def test_pools_get_smaller_and_larger_at_times(run: Run, more: tuple[object, ...
     assert found["digest"] != whole["digest"] and found["requests"] == whole["requests"] == 60
 
 
+def test_an_arena_is_told_or_that_there_is_none(run: Run) -> None:
+    both = (*SHORT, "--policy", "lru", "-m", "plain", "-m", "gemma-3-27b", "--arena")
+    assert [(each["arena"], each["pool_note"][:30]) for each in runs(run, *both)] == [
+        (False, "--arena has no effect on plain"),
+        (True, ""),
+    ]
+    shown = " ".join(run("replay", *both).stdout.split())
+    assert shown.count("tokens in one arena") == 1 and "--arena has no effect on plain" in shown
+
+
 def test_smaller_pools_are_told(run: Run) -> None:
     shown = " ".join(run("replay", *HALF, "--resizes", "5s:1/2").stdout.split())
     assert "the pool had 50% of its size at times" in shown
@@ -240,6 +250,8 @@ def test_the_lists_are_what_there_is(run: Run) -> None:
 BAD = [
     ((), "no trace is named"),
     (("nothing-like-it",), "no trace file or workload"),
+    (("noisy:-1,quiet:1",), "the part of tenant 'noisy' is '-1'"),
+    (("noisy:9,loud:0",), "the part of tenant 'loud' is '0'"),
     (("chat", "--policy", "lru,best"), "unknown eviction policy 'best'"),
     (("chat", "--pool-tokens", "1/0"), "not a pool size"),
     (("chat", "--pool-tokens", "many"), "is not a pool size"),

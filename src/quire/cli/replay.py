@@ -234,7 +234,7 @@ def _names() -> Report:
     formats = [found.name for found in FORMATS]
 
     def shown() -> Iterator[RenderableType]:
-        yield Text("Workloads, with settings as in chat:requests=500,rate=4:", "bold")
+        yield Text("Workloads, with settings as in chat:requests=500,rate=4; tenants as in noisy:9,quiet:1:", "bold")
         summaries = {name: about.partition(". ")[0].replace("\n", " ") for name, about in workloads.items()}
         yield named_rows((f"  {name}", Text(about, "dim")) for name, about in summaries.items())
         yield "Trace formats: " + ", ".join(formats)

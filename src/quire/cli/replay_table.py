@@ -136,7 +136,7 @@ def _run_table(same: Sequence[ReplayResult]) -> Table:
 
 
 def _pool_of(run: ReplayResult, after_model: str = ",") -> str:
-    return f"{run.model}{after_model} pages of {run.page_size}, {run.pool_tokens:,} tokens"
+    return f"{run.model}{after_model} pages of {run.page_size}, {run.pool_tokens:,} tokens{' in one arena' * run.arena}"
 
 
 def _row(result: ReplayResult) -> tuple[str, ...]:

@@ -84,7 +84,7 @@ def _notes_on_load(plan: Plan) -> Iterator[str]:
         more = "." if asked else "; --context, --input-tokens and --output-tokens, or --trace, say otherwise."
         yield f"pools are split for {plan.mix.source}{more}"
     if (arena := arena_as_dict(plan)) is not None:
-        told = [f"{each['arena']:,} requests of {each['tokens']:,} tokens" for each in arena["fits"]]
+        told = [f"{counted(each['arena'], 'request')} of {each['tokens']:,} tokens" for each in arena["fits"]]
         split = ", ".join(f"{each['split']:,}" for each in arena["fits"])
         waste = format_bytes(arena["waste_bytes"])
         yield (
@@ -103,7 +103,13 @@ def _notes_on_settings(plan: Plan) -> Iterator[str]:
     if share is not None and device is not None:
         yield f"--mem-fraction-static {share:g} is {format_bytes(int(device.memory * share))} of this device."
     if settings.arena and plan.memory.arena is None:
-        yield "--arena has no effect: two groups share one, a whole and a partial one, on the device of a single stage."
+        groups = plan.memory.groups
+        here = f"{counted(len(groups), 'group')} ({', '.join(group.name for group in groups)})"
+        here += f" in {len(plan.stages)} stages" * (len(plan.stages) > 1)
+        yield (
+            "--arena has no effect: two groups share one, a whole and a partial one, on the device of a single stage. "
+            f"This model has {here}{' and latents in host memory' * bool(plan.memory.groups_on_host)}."
+        )
     if parallel.pp > 1:
         yield f"stage {plan.stage + 1} of {parallel.pp} has the least room and decides."
     if parallel.dp > 1:

@@ -26,6 +26,7 @@ from quire.spec.model import ModelSpec
 from quire.spec.speculation import SpeculativeConfig, get_drafts_beyond_end
 
 _BASELINE = "lru"
+_NO_ARENA = "--arena has no effect on {}: it has no two groups, a whole and a partial one, to share one."
 
 ReportProgress = Callable[[ReplayResult | str, int], None]
 """Called with a replay that begins, or a complete result, and the number of ended requests."""
@@ -78,9 +79,10 @@ def compare(trace: Trace, grid: Grid, progress: ReportProgress) -> list[ReplayRe
             optimal = bounds.optimal_hit_tokens(tokens)
             for model in grid.models:
                 for result in _replays(trace, grid, model, page_size, tokens, progress):
+                    unused = _NO_ARENA.format(model.name) if grid.arena and not result.arena else ""
                     compared = replace(
                         result,
-                        pool_note=note,
+                        pool_note=" ".join(filter(None, (note, unused))),
                         working_set_tokens=bounds.working_set_tokens,
                         ideal_hit_rate=bounds.ideal_hit_rate,
                         optimal_hit_rate=optimal / bounds.prompt_tokens if bounds.prompt_tokens else 0.0,
@@ -190,7 +192,7 @@ def _replays(
         progress(what, 0)
         result = Replay(plan, cost, settings, progress=partial(progress, what)).run(trace)
         # Plans of windows only have more pages than `tokens`.
-        return replace(result, pool_tokens=tokens, trace=trace.name, model=model.name)
+        return replace(result, pool_tokens=tokens, trace=trace.name, model=model.name, arena=plan.arena is not None)
 
     for policy in grid.policies:
         settings = replace(grid.settings, policy=policy, sizes=sizes)

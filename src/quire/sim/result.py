@@ -104,8 +104,9 @@ class ReplayResult:
     # What a comparison adds. Rates are shares of `prompt_tokens`.
     trace: str = ""
     model: str = ""
+    arena: bool = False
     pool_note: str = ""
-    """Why the pool has another size than requested, if it has."""
+    """Why the pool has another size than requested, or no arena, if so."""
     working_set_tokens: int = 0
     ideal_hit_rate: float = 0.0
     optimal_hit_rate: float = 0.0
@@ -177,7 +178,7 @@ _JSON_FIELDS = (
     "trace", "model", "policy", "page_size", "pool_tokens", "pool_note", "working_set_tokens", "refused_tokens",
     "prompt_tokens", "output_tokens", "hit_tokens", "hit_rate", "ideal_hit_rate", "optimal_hit_rate", "gap_closed",
     "evicted_tokens", "preemptions", "steps", "most_running", "mean_running", "chunk_budget", "speculation",
-    "tenants", "manager_seconds", "wall_seconds", "checked", "digest",
+    "arena", "tenants", "manager_seconds", "wall_seconds", "checked", "digest",
 )  # fmt: skip
 
 _MOST_SAMPLES = 512

@@ -41,7 +41,8 @@ def open_trace(source: str, *, limit: int | None = None, seed: int = 0, tokenize
     else:
         near = get_close_matches(source.partition(":")[0], WORKLOADS, 1)
         known = f"use {near[0]}, or " if near else ""
-        known += f"name a file ({_format_names()}) or a workload ({', '.join(WORKLOADS)})."
+        known += f"name a file ({_format_names()}) or a workload ({', '.join(WORKLOADS)}), "
+        known += "or tenants and their parts (noisy:9,quiet:1)."
         raise InvalidInput(f"there is no trace file or workload '{source}'.", fix=known)
     if not len(trace):
         raise InvalidInput(f"'{source}' has no requests.", fix="add at least one line.")

@@ -333,7 +333,7 @@ def noisy_neighbour(load: Workload, *, requests: int = 200, noise: int = 9, rate
         load.add([prompt], output, arrival=number / rate, session="noisy", namespace=noisy)
 
 
-TENANTS = re.compile(r"[A-Za-z][\w-]*:[1-9][0-9]{0,5}(,[A-Za-z][\w-]*:[1-9][0-9]{0,5})+")
+TENANTS = re.compile(r"[A-Za-z][\w-]*:[^:=,]*(,[A-Za-z][\w-]*:[^:=,]*)+")
 """Tenants and how many of the requests are each's: noisy:9,quiet:1."""
 
 TENANT_REQUESTS, TENANT_RATE = 400, 4.0
@@ -473,7 +473,11 @@ def make_workload(source: str, seed: int) -> Sequence[Draft]:
     name, _, settings = source.partition(":")
     load = Workload(name, seed)
     if TENANTS.fullmatch(source):
-        tenant_chats(load, {name: int(part) for name, part in (each.split(":") for each in source.split(","))})
+        parts = dict(each.split(":") for each in source.split(","))
+        if wrong := [name for name, part in parts.items() if not re.fullmatch("[1-9][0-9]{0,5}", part)]:
+            told = f"the part of tenant '{wrong[0]}' is '{parts[wrong[0]]}'."
+            raise InvalidInput(told, fix="give a whole number from 1 to 999999, as in noisy:9,quiet:1.")
+        tenant_chats(load, {name: int(part) for name, part in parts.items()})
         return load.requests
     WORKLOADS[name](load, **_settings(name, settings))
     return load.requests
