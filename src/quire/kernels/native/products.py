@@ -17,7 +17,7 @@ MOST_ROWS = 64
 """Rows up to which native products are at least as fast as oneDNN's, or within 10 % of them (decision 044). Where
 vectors fill panels and oneDNN has no tiles for their dtype, they are with any number of rows."""
 _OF_TILES = 1024
-"""Rows up to which products of the library's tiles are within a quarter of oneDNN's, which are the faster ones there."""
+"""Rows up to which products of the library's tiles are within a quarter of oneDNN's, which are faster there."""
 _BESIDE_TILES = 4
 """Rows up to which products of vectors are, where oneDNN multiplies tiles."""
 _WIDTHS = (64, 48, 32, 24, 16, 8)
