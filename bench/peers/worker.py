@@ -50,8 +50,10 @@ class Worker:
         self._engine = ENGINES[engine]()
         importlib.import_module(self._engine.package)
 
-    def start(self, **settings: Any) -> dict[str, Any]:
-        """Load the engine with these settings."""
+    def start(self, sampling: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
+        """Load the engine with these settings. It draws by `sampling`, or greedily."""
+        if sampling is not None:
+            self._engine.sampling = sampling
         began = time.perf_counter()
         self._engine.start(**settings)
         seconds = time.perf_counter() - began
@@ -60,7 +62,7 @@ class Worker:
         return {"seconds": seconds, "versions": versions() | self._engine.about(), "threads": threads}
 
     def run(self, prompts: list[list[int]], new: int) -> dict[str, Any]:
-        """Complete the prompts greedily with exactly `new` tokens each."""
+        """Complete the prompts with exactly `new` tokens each."""
         before = self._engine.counters()
         cpu, began = cpu_seconds(), time.perf_counter()
         tokens = self._engine.run(prompts, new)

@@ -1,4 +1,4 @@
-"""The measurements of linear layers and of forward passes at toy size, so that they cannot rot."""
+"""The measurements of linear layers, of forward passes and of draws at toy size, so that they cannot rot."""
 
 from __future__ import annotations
 
@@ -45,3 +45,14 @@ def test_ways_of_a_forward_pass_are_measured() -> None:
         ["float32", n, m] for n, m in (("1", "1"), ("16", "1"), ("64", "1"), ("1", "100"), ("16", "16"), ("1", "256"))
     ]
     assert all(float(each.replace(",", "")) > 0 for row in rows for each in row[3:])
+
+
+@slow_unless_changed("bench/kernels/", "bench/harness.py", "bench/peers/draws_worker.py")
+def test_ways_to_draw_are_measured() -> None:
+    rows = rows_of("draws.py")
+    assert [row[:4] for row in rows] == [
+        ["500", count, "flat", kind]
+        for count in ("1", "16")
+        for kind in ("greedy", "temperature", "top-p", "top-k", "top-k, top-p")
+    ]
+    assert all(float(each.replace(",", "")) > 0 for row in rows for each in row[4:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +14,8 @@ from quire.engine.device import filters, sampler
 from quire.engine.device.filters import Filters
 from quire.engine.device.runner import ModelRunner
 from quire.engine.device.sampler import Readback, _Draws
+from quire.engine.device.token_counts import TokenCounts
+from quire.spec.ids import Ids
 from quire.upload import Upload
 from tests.mutants.mutants import Patch, mutant
 
@@ -101,3 +104,21 @@ def noise_is_that_of_the_first_token(patch: Patch) -> None:
 @mutant("copies of steps", "each array that layers read is a copy of its own")
 def arrays_of_layers_are_not_sent_with_the_step(patch: Patch) -> None:
     patch.setattr(ModelRunner, "_derive", lambda self, batches: None)
+
+
+@mutant("penalties", "penalties count drafts that were wrong for the rest of a request")
+def drafts_are_counted_for_good(patch: Patch) -> None:
+    def ahead(self: TokenCounts, tokens: Ids) -> TokenCounts:
+        self.advance(tokens)
+        return self
+
+    patch.setattr(TokenCounts, "ahead", ahead)
+
+
+@mutant("penalties", "a token that comes back is counted as a new one")
+def a_token_is_counted_once_for_each_time(patch: Patch) -> None:
+    def enter(self: TokenCounts, token: int) -> None:
+        at = int(self.ids.searchsorted(token))
+        self.ids, self.counts = np.insert(self.ids, at, token), np.insert(self.counts, at, 1)
+
+    patch.setattr(TokenCounts, "_enter", enter)

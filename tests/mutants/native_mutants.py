@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from quire.kernels import backend, hidden_states
-from quire.kernels.native import library, ngrams, products
+from quire.kernels.native import draws, library, ngrams, products
 from quire.kernels.native.library import Native, build, sources
 from quire.models import native_decoder
 from quire.speculative.ngram import NgramDrafter
@@ -45,6 +45,7 @@ def _changed(
             "products.cpp": products,
             "decoder.cpp": native_decoder,
             "ngrams.cpp": ngrams,
+            "draws.cpp": draws,
         }
         user = users.get(unit, hidden_states)
         patch.setattr(user, "native", lambda: Native(loaded, path))
@@ -447,4 +448,35 @@ _changed(
     "queries miss the tokens of the last block that they see, where they do not see all of it",
     "low >= first + tokens || high < first;",
     "low >= first + tokens || high < first + tokens - 1;",
+)
+_draws = partial(_changed, source="draws.cpp", killer="native draws")
+_draws(
+    "requests_share_noise",
+    "every request of a step draws with the random numbers of the first one",
+    "of.keys + next++",
+    "of.keys + 0 * next++",
+)
+_draws(
+    "the_last_token_of_a_nucleus_is_left_out",
+    "the least likely token that top-k, top-p or min-p keeps is never drawn",
+    "(x >= least)",
+    "(x > least)",
+)
+_draws(
+    "top_p_ignores_top_k",
+    "top-p is a share of all tokens, also where top-k has left some out",
+    "total += mass(likely.data(), k - in_front)",
+    "total = 1e9",
+)
+_draws(
+    "unlikely_tokens_are_passed_over",
+    "tokens that few random numbers can draw are drawn too seldom",
+    "x - highest) * slack",
+    "x - highest) * 0.5f",
+)
+_draws(
+    "the_end_of_a_vocabulary_is_not_read",
+    "the last tokens of a vocabulary that is no multiple of a vector are never drawn",
+    "j < of.width; j++) found[j - i]",
+    "j < i; j++) found[j - i]",
 )

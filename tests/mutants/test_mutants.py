@@ -46,6 +46,7 @@ from tests.engine import (
     test_mtp,
     test_page_tables,
     test_prompt_logprobs,
+    test_token_counts,
     test_transfer,
     test_transfer_faults,
     test_upload,
@@ -58,6 +59,7 @@ from tests.engine.test_rejection import CASES, check_a_draw
 from tests.fuzz.run import run_lives
 from tests.kernels.bounds_case import check_bounds
 from tests.kernels.native.native_case import check_narrow, check_native
+from tests.kernels.native.test_draws import check_draws
 from tests.kernels.native.test_products import check_pairs, check_products
 from tests.kernels.steps_case import check_steps
 from tests.kernels.stored_case import FORMATS, check_stored
@@ -278,6 +280,11 @@ RUNS: dict[str, Iterable[Callable[[], object]]] = {
     ],
     "native products": [lambda shape=shape: check_products(torch.float32, *shape) for shape in ((70, 100), (256, 512))],
     "native tiles": [check_pairs],
+    "penalties": [
+        test_token_counts.test_penalties_from_step_to_step_are_those_of_a_new_sampler,
+        lambda: test_token_counts.check_counts([1, 2, 1, 1, 0, 2], [1, 2, 3, 4, 5, 2, 6]),
+    ],
+    "native draws": [lambda seed=seed: check_draws(seed, 500) for seed in range(40)],
     "triton": [lambda seed=seed: check_triton(seed) for seed in range(12)],
     "row functions": [
         lambda case=case: test_packing.test_native_functions_round_as_torch_does(*case)
@@ -558,6 +565,7 @@ LONG = (
     *("aborts", "draft heads", "draft models", "draft trees", "graphs", "held frames", "links", "native"),
     *(
         "native bfloat16",
+        "native draws",
         "native layers",
         "native products",
         "prediction layers",

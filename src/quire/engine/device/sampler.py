@@ -22,10 +22,11 @@ from torch import Tensor
 
 from quire.cache.running import Lengths, Rows
 from quire.engine.device.filters import Filters
-from quire.engine.device.logit_changes import adjustments
+from quire.engine.device.logit_changes import LogitChanges
 from quire.engine.messages import TokenLogprobs
+from quire.kernels.native.draws import NativeDraws, native_draws
 from quire.plan.devices import rows_at_once
-from quire.scheduler.step import Places
+from quire.scheduler.step import TERMS, Places
 from quire.spec.ids import Ids
 from quire.upload import to_device
 
@@ -144,19 +145,22 @@ class Sampler:
         keeps_probabilities: bool = False,
         reports_logprobs: bool = True,
     ) -> None:
-        self._eos = frozenset(eos_token_ids)
+        self._changes = LogitChanges(frozenset(eos_token_ids))
         self._seed = seed
         self._keeps = keeps_probabilities
         self._reports = reports_logprobs
         self._draws: _Draws | None = None  # the last step's
+        self._native: NativeDraws | None = None
 
     def prepare(self, places: Places, device: torch.device, proposals: Sequence[Proposal] = ()) -> Prepared:
         """What the host computes of a draw, and sends to the device (`to_device`)."""
         draws = self._draws
         if draws is None or draws.terms is not places.terms:
             draws = self._draws = _Draws(places, self._seed, device)
+            if self._native is None and device.type == "cpu":
+                self._native = native_draws(TERMS)
         changed = [(row, places.requests[row], int(places.outputs[row])) for row in draws.to_adjust(places.outputs)]
-        adjusted = adjustments(changed, self._eos, device) if changed else ()
+        adjusted = self._changes.of(changed, device) if changed else ()
         if draws.rows is None:
             return Prepared(draws, adjusted)
         return Prepared(draws, adjusted, *draws.noise(places.outputs, proposals, device))
@@ -173,8 +177,13 @@ class Sampler:
             prepared = self.prepare(places, logits.device, proposals)
         reporting = prepared.draws.reporting if self._reports else ()
         before = [logits[each.index] for each in reporting]  # copies
-        scores, probabilities = self._score(logits, prepared)
-        tokens = scores.argmax(dim=-1)
+        probabilities = None
+        if self._native is None or self._keeps or not prepared.is_plain:
+            scores, probabilities = self._score(logits, prepared)
+            tokens = scores.argmax(dim=-1)
+        else:
+            prepared.adjust(logits)
+            tokens = self._native.tokens(logits, places.terms, prepared.keys)
         found = [
             Reported.of(each.rows, rows, tokens[each.index], each.count)
             for each, rows in zip(reporting, before, strict=True)
@@ -187,8 +196,7 @@ class Sampler:
 
     def _score(self, logits: Tensor, prepared: Prepared) -> tuple[Tensor, tuple[Rows, Tensor] | None]:
         draws, probabilities = prepared.draws, None
-        for adjustment in prepared.adjusted:
-            adjustment(logits)
+        prepared.adjust(logits)
         if draws.rows is None:
             return logits, None
         scores = draws.scale(logits if draws.is_all else logits[draws.rows])
@@ -211,6 +219,16 @@ class Prepared:
     keys: npt.NDArray[np.uint64] | None = None
     halves: Tensor | None = None
     verified: Sequence[_Verified] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a row's scores and noise alone decide its draw."""
+        return not len(self.verified)
+
+    def adjust(self, logits: Tensor) -> None:
+        """Change logits, float32 `[draws, vocabulary]`, in place, where requests ask for it."""
+        for adjustment in self.adjusted:
+            adjustment(logits)
 
     def add_noise(self, scores: Tensor) -> None:
         """From now on the highest of each row is its draw."""
