@@ -13,15 +13,16 @@ import unicodedata
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from quire.cli.report import Report
+from quire.cli.report import Report, plain_table
 from quire.cli.top import Seen, rows_of, shown
 from quire.counters import Histogram, plain
 from quire.loop.tenants import TenantCounters
@@ -69,6 +70,19 @@ def test_a_router_is_all_its_servers(run: Run, server: LiveServer) -> None:
         assert rows[1]["url"] == server.summary["url"] != router.summary["url"]
         text = once(run, router)
         assert "decode-1" in text and server.summary["url"] in text
+
+
+def test_other_commands_ask_all_servers_of_a_router(run: Run, server: LiveServer) -> None:
+    with LiveRouter([server, server]) as router:
+        asked = ("--url", router.summary["url"])
+        for command in ("audit", "memory"):
+            done = run(command, *asked)
+            assert done.exit_code == 0 and "decode-0: " in done.output and "decode-1: " in done.output, done.output
+        router.upstreams[1].url = "http://127.0.0.1:9"
+        for command in ("audit", "memory"):
+            done = run(command, *asked)
+            assert done.exit_code == 2 and "decode-1 answered 503" in done.output, done.output
+        assert run("explain", *asked).exit_code == 0
 
 
 def test_rates_are_those_between_two_looks() -> None:
@@ -128,6 +142,37 @@ def test_without_a_terminal_or_a_server_it_says_what_to_do(run: Run, server: Liv
     assert done.exit_code == 2 and "--once" in done.output
     done = run("top", "--url", "http://127.0.0.1:9", "--once")
     assert done.exit_code == 2 and "does not answer" in done.output
+
+
+class _Other(BaseHTTPRequestHandler):
+    """A server of another kind. Its address has what it answers."""
+
+    def do_GET(self) -> None:
+        self.wfile.write(bytes.fromhex(self.path.split("/")[1]))
+
+
+@pytest.mark.parametrize("said", ["[]", "3", "null", "{}", "<p>", "[" * 20_000])
+def test_a_server_of_another_kind_is_named(run: Run, said: str) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Other) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        answers = [f"HTTP/1.0 200 OK\r\n\r\n{said}", f"HTTP/1.0 200 OK\r\ncontent-length: 999999\r\n\r\n{said}"]
+        for answer in (*answers, f"220 {said}\r\n"):
+            done = run("top", "--url", f"http://127.0.0.1:{server.server_port}/{answer.encode().hex()}", "--once")
+            assert done.exit_code == 2 and "defect" not in done.output, done.output
+        server.shutdown()
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:port", "http://127.0.0.1:9/a b", "http://127.0.0.1:99999"])
+def test_an_address_that_is_none_is_named(run: Run, url: str) -> None:
+    done = run("top", "--url", url, "--once")
+    assert done.exit_code == 2 and "defect" not in done.output
+
+
+def test_where_there_is_no_room_a_number_is_marked_as_cut() -> None:
+    console = Console(width=24, record=True, file=StringIO())
+    console.print(plain_table(("server", "prompt tokens", "used"), [("engine-422fxnpc", 123_456_789, "97%")]))
+    text = console.export_text()
+    assert "123,4" in text and "123,456,7" not in text.replace("123,456,789", "") and text.count("…") >= 2
 
 
 def test_in_a_terminal_it_goes_on_until_it_is_interrupted(server: LiveServer) -> None:

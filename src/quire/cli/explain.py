@@ -100,7 +100,9 @@ def _refuse_replays(asked: Explained, cache: ReplayedCache, instead: str) -> Non
 def _server_report(server: Server) -> Report:
     statistics = server.ask("/v1/cache/statistics")
     if "processes" in statistics:  # a router: what its engines say that answer clients
-        statistics = _sum_of([each["answer"] for each in statistics["processes"] if each["role"] != "prefill"])
+        statistics = _sum_of(
+            [each["answer"] for each in statistics["processes"] if each["role"] != "prefill" and each["status"] == 200]
+        )
     causes: dict[str, int] = statistics["explained_tokens"]
     if not causes:
         raise InvalidInput("this server does not explain.", fix="start it without --no-explain.")

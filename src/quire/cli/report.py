@@ -112,7 +112,12 @@ def plain_table(
     )
     for name in columns:
         is_left = name in (columns[:1] if left is None else left)
-        table.add_column(name, justify="left" if is_left else "right", no_wrap=name not in wraps, overflow="fold")
+        table.add_column(
+            name,
+            justify="left" if is_left else "right",
+            no_wrap=name not in wraps,
+            overflow="fold" if name in wraps else "ellipsis",
+        )
     for row in rows:
         table.add_row(*map(cell, row))
     return table

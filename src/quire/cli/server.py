@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rich.console import RenderableType
 from rich.text import Text
 
 from quire.cli.report import Report, plain_table
@@ -44,19 +45,23 @@ class Server:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float = _TIMEOUT_S) -> Any:
-        """The JSON at `path`, or the answer to a body. Raises the server's own error, or InvalidInput without one."""
+        """The object at `path`, or the answer to a body. Raises the server's own error, or InvalidInput without one."""
+        import http.client
         import urllib.request
 
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, self._headers)
         try:
             with urllib.request.urlopen(request, timeout=timeout_s) as response:
-                return json.load(response)
+                found = json.load(response)
         except urllib.error.HTTPError as answer:
             raise _error_of(answer, self.url) from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise InvalidInput(f"{self.url} does not answer: {reason}.", fix="is `quire serve` running?") from None
+        if not isinstance(found, dict) or not found:
+            raise _foreign(self.url, 200)
+        return found
 
 
 def _error_of(answer: urllib.error.HTTPError, url: str) -> QuireError:
@@ -66,42 +71,66 @@ def _error_of(answer: urllib.error.HTTPError, url: str) -> QuireError:
         error = QuireError(message, fix=fix)
         error.code = str(body["code"])
     except (ValueError, KeyError, TypeError):
-        return InvalidInput(f"{url} answered {answer.code}, which is not an answer of Quire.", fix="check --url.")
+        return _foreign(url, answer.code)
     return error
 
 
+def _foreign(url: str, status: int) -> QuireError:
+    return InvalidInput(f"{url} answered {status}, which is not an answer of Quire.", fix="check --url.")
+
+
+def answers_in(found: Mapping[str, Any], url: str) -> list[tuple[str, Any]]:
+    """What a server said, with its address; or each server behind a router, with its name. Raises InvalidInput if one
+    of these did not answer."""
+    rows = found.get("processes", [{"name": url, "status": 200, "answer": found}])
+    for each in rows:
+        if each["status"] != 200:
+            why = each["answer"]["error"]["message"]
+            raise InvalidInput(f"{each['name']} answered {each['status']}: {why}", fix="ask again when it works.")
+    return [(each["name"], each["answer"]) for each in rows]
+
+
 def audit(where: ServerAddress) -> Report:
-    """Audit the cache of a live server, beside its steps, and show what its canary has found. Exit codes: 0 all is
-    well, 2 bad input, 4 an invariant is broken.
+    """Audit the cache of a live server, or of each behind a router, beside its steps, and show what its canary has
+    found. Exit codes: 0 all is well, 2 bad input, 4 an invariant is broken.
 
     [dim]Example:[/dim] quire audit --url http://127.0.0.1:8000
     """
     server = Server(where.url or DEFAULT_URL, where.api_key)
     found = server.ask("/v1/cache/audit")
-    if faults := [*found["faults"], *([found["violation"]] if found["violation"] else [])]:
-        raise AuditFailure("; ".join(faults) + ".")
+    parts = answers_in(found, server.url)
+    wrong = [
+        f"{name}: {fault}" if len(parts) > 1 else fault
+        for name, each in parts
+        for fault in (*each["faults"], *filter(None, [each["violation"]]))
+    ]
+    if wrong:
+        raise AuditFailure("; ".join(wrong) + ".")
+    return Report(found, lambda: [Text("\n".join(line for part in parts for line in _audited(*part)))])
+
+
+def _audited(name: str, found: Mapping[str, Any]) -> Iterator[str]:
     scope = "the whole cache, unchanged meanwhile" if found["whole"] else "beside running requests"
     if not found["ended"]:
         scope = "not to its end: the server is busy"
-    lines = [
-        f"{server.url}: {found['pages']:,} pages and {found['nodes']:,} edges audited in {found['pieces']:,} pieces, "
+    yield (
+        f"{name}: {found['pages']:,} pages and {found['nodes']:,} edges audited in {found['pieces']:,} pieces, "
         f"the longest {found['longest_s'] * 1e3:.1f} ms: {scope}."
-    ]
-    if (canary := found["canary"]) is None:
-        lines.append("canary: off.")
+    )
+    if (canary := found.get("canary")) is None:
+        yield "canary: off."
     else:
-        lines.append(
+        yield (
             f"canary: {canary['stamped_pages']:,} pages stamped, {canary['waiting_pages']:,} wait; "
             f"{canary['sweeps']:,} sweeps, the last in {canary['sweep_seconds']:.1f} s; "
             f"{canary['found_pages']:,} damaged."
         )
-    lines += [
-        f"  page {each['page']} of group '{each['group']}': {each['kind']} after step {each['good_step']}, seen in "
-        f"step {each['step']}, written by {each['wrote_request']}; "
-        f"computed again: {', '.join(each['readers']) or 'none'}"
-        for each in found["findings"]
-    ]
-    return Report(found, lambda: [Text("\n".join(lines))])
+    for each in found["findings"]:
+        yield (
+            f"  page {each['page']} of group '{each['group']}': {each['kind']} after step {each['good_step']}, seen in "
+            f"step {each['step']}, written by {each['wrote_request']}; "
+            f"computed again: {', '.join(each['readers']) or 'none'}"
+        )
 
 
 # -- the size of its memory
@@ -141,7 +170,12 @@ def memory(where: ServerAddress, asked: AskedMemory) -> Report:
     else:
         more: dict[str, Any] = {**given, "preempt": asked.preempt} if given else {}
         found = server.ask(_ROUTES[verbs[0]], {"wait_s": asked.wait, **more}, timeout_s=asked.wait + 60)
-    return Report(found, lambda: [Text(f"{server.url}: {_state(found)}"), _sizes(found), *_holders(found)])
+    parts = answers_in(found, server.url)
+    return Report(found, lambda: [part for name, each in parts for part in _shown(name, each)])
+
+
+def _shown(name: str, found: dict[str, Any]) -> list[RenderableType]:
+    return [Text(f"{name}: {_state(found)}"), _sizes(found), *_holders(found)]
 
 
 def _state(found: dict[str, Any]) -> str:
