@@ -11,11 +11,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 from openai import APIStatusError
+from prometheus_client.parser import text_string_to_metric_families
 
 from quire.routing.router import CHECK_S
 from quire.routing.upstream import Upstream, preference_of, preferred
@@ -195,6 +197,32 @@ def test_what_concerns_all_servers_is_asked_of_all(router: LiveRouter, servers: 
         assert f'quire_router_healthy{{process="decode-{index}"}} 1.0' in text
     status, health = router.request("/health")
     assert (status, health["status"], len(health["processes"])) == (200, "ok", 2)
+
+
+def test_the_metrics_of_all_are_those_of_each_with_its_name() -> None:
+    name = 'x"} {\u2028\\n} 1 #'
+    with (
+        LiveServer.quire("--served-model-name", name, "--kv-memory", "8MiB") as server,
+        LiveRouter([server] * 16) as live,
+    ):
+        assert server.request("/v1/completions", {"model": name, "prompt": "a", "max_tokens": 2})[0] == 200
+        alone, together = (
+            {each: family.samples for family in text_string_to_metric_families(told) for each in [family.name]}
+            for told in (one.request("/metrics")[1] for one in (server, live))
+        )
+        for family, samples in alone.items():
+            for each in samples:
+                named = {**each.labels, "process": "decode-15"}
+                assert named["model_name"] == name
+                assert [one.labels for one in together[family] if one.name == each.name].count(named) == 1
+            assert len(together[family]) >= 16 * len(samples)
+        with ThreadPoolExecutor(1) as pool:
+            scraped, longest_s = pool.submit(live.request, "/metrics"), 0.0
+            while not scraped.done():
+                began = time.monotonic()
+                assert live.request("/load")[0] == 200
+                longest_s = max(longest_s, time.monotonic() - began)
+        assert longest_s < 0.25, "a scrape holds up all else"
 
 
 def test_one_of_several_routers_names_itself_in_its_own_metrics(servers: list[LiveServer]) -> None:

@@ -15,13 +15,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import ClassVar
 
 import httpx
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import Metric
-from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -265,16 +265,15 @@ class Router:
 
     async def _metrics(self, request: Request) -> Response:
         """The metrics of all servers, each sample with the name of its process as a label: a query adds them up, and
-        could not take a sum apart."""
-        families: dict[str, Metric] = {family.name: family for family in self._own_metrics()}
+        could not take a sum apart. Texts are not read: that would take 20 ms for each server, in which no stream goes
+        on."""
+        families: dict[str, list[str]] = {}
+        _add_samples(families, generate_latest(_Families(self._own_metrics())), "")
         for upstream, answer in await self._ask(request):
-            text = bytes(answer.body).decode() if answer.status_code == 200 else ""
-            for found in text_string_to_metric_families(text):
-                family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
-                family.samples += [
-                    each._replace(labels={**each.labels, "process": upstream.name}) for each in found.samples
-                ]
-        return Response(generate_latest(_Families(families.values())), media_type=CONTENT_TYPE_LATEST)
+            if answer.status_code == 200:
+                _add_samples(families, bytes(answer.body), upstream.name)
+        lines = [*chain.from_iterable(families.values()), ""]
+        return Response("\n".join(lines), media_type=CONTENT_TYPE_LATEST)
 
     def _own_metrics(self) -> Iterator[Metric]:
         counters = RouterCounters(responses=self._responses)
@@ -293,6 +292,20 @@ def _wait_of(request: Request, body: bytes) -> float:
     with suppress(ValueError, TypeError, LookupError):
         return min(600.0, max(0.0, float(json.loads(body)["wait_s"])))
     return 0.0
+
+
+def _add_samples(families: dict[str, list[str]], text: bytes, process: str) -> None:
+    """Add the samples of a scrape to the lines of their families. A process is one more label: those of servers have
+    one already."""
+    head, family = "", list[str]()
+    for line in text.decode().split("\n"):
+        if line.startswith("# HELP "):
+            head = line
+        elif line.startswith("# TYPE "):
+            family = families.setdefault(line.split(" ")[2], [head, line])
+        elif line:
+            labels, brace, value = line.rpartition("} ")
+            family.append(f'{labels},process="{process}"{brace}{value}' if process else line)
 
 
 class _Families(Collector):
