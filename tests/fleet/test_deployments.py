@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import typer
 import yaml
 
 from quire.cli.app import app
+from quire.engine.config import STORE_DRAIN_S
 from quire.errors import InvalidInput
 from quire.fleet.config import FleetConfig
 from quire.fleet.deployments import as_yaml, deployments
@@ -39,6 +41,13 @@ def test_numbers_and_places_are_options_of_deployments() -> None:
     assert "num_replicas" not in scaled
     bounds = ("min_replicas", "initial_replicas", "max_replicas")
     assert [scaled["autoscaling_config"][name] for name in bounds] == [2, 2, 5]
+
+
+def test_an_engine_with_a_store_gets_the_time_in_which_pages_are_saved(tmp_path: Path) -> None:
+    given = [{}, {"storage": f"{tmp_path}", "host_memory": "64MiB"}]
+    plain, stored = (options(**each)["Engine"]["graceful_shutdown_timeout_s"] for each in given)
+    assert plain > ServerConfig().drain_s
+    assert stored - plain == STORE_DRAIN_S
 
 
 def test_the_yaml_is_what_serve_deploys(monkeypatch: pytest.MonkeyPatch) -> None:

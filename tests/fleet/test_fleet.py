@@ -176,6 +176,22 @@ def test_engines_follow_the_load_and_no_request_fails() -> None:
 
 
 @pytest.mark.slow
+def test_open_requests_get_the_whole_drain_to_finish() -> None:
+    with LiveFleet("--drain", "100") as live, ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(streamed, live.url, body(1, max_tokens=800, ignore_eos=True))
+        time.sleep(0.5)
+        os.kill(live.rows[0]["pid"], signal.SIGSTOP)
+        live.process.send_signal(signal.SIGTERM)
+        time.sleep(65)
+        assert live.process.poll() is None, live.log()
+        os.kill(live.rows[0]["pid"], signal.SIGCONT)
+        found, end = stream.result()
+        assert (len(found), end) == (800, "[DONE]")
+        assert live.process.wait(90) == 0, live.log()
+        assert not left(live.mark)
+
+
+@pytest.mark.slow
 def test_no_process_is_left_when_the_first_is_killed() -> None:
     with LiveFleet() as live:
         live.process.kill()

@@ -12,7 +12,7 @@ from quire.settings.setting import Settings, environment_of, shown_of
 
 APPLICATION = "quire"
 MARGIN_S = 5.0
-"""Seconds that a process may take longer than its drain."""
+"""Seconds that a process may take longer than its drain and the end of its engine."""
 
 _CHECK_S, _CHECK_TIMEOUT_S = 1.0, 10.0
 _LOOK_BACK_S = 15.0  # replicas report every ten
@@ -32,7 +32,7 @@ def deployments(fleet: FleetConfig, server: ServerConfig) -> dict[str, dict[str,
         "max_ongoing_requests": server.max_connections,
         "health_check_period_s": _CHECK_S,
         "health_check_timeout_s": _CHECK_TIMEOUT_S,
-        "graceful_shutdown_timeout_s": server.drain_s + 2 * MARGIN_S,
+        "graceful_shutdown_timeout_s": server.drain_s + fleet.stop_seconds + 2 * MARGIN_S,
         "graceful_shutdown_wait_loop_s": _CHECK_S,
     }
     numbers: dict[str, dict[str, Any]] = {"Ingress": {"num_replicas": fleet.ingresses or 1, "max_replicas_per_node": 1}}

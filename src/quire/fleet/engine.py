@@ -45,7 +45,7 @@ class Engine:
         """Returns when the server is ready. Raises RuntimeError with the server's own error after `START_ERROR`."""
         keep_on_loopback()
         host = ray.util.get_node_ip_address()
-        self._stop_s = server.drain_s + MARGIN_S
+        self._stop_s = server.drain_s + fleet.stop_seconds + MARGIN_S
         self._stall_s = server.stall_after_s
         self._prefill = prefill
         self._peers: list[str] = []

@@ -227,7 +227,9 @@ def _run(
             _watch()
         finally:
             with contextlib.suppress(_Ended):
-                serve.delete(APPLICATION)
+                serve.delete(APPLICATION, _blocking=False)  # a call that waits ends after a minute
+                while APPLICATION in serve.status().applications:
+                    time.sleep(_POLL_S)
 
 
 @contextlib.contextmanager
