@@ -6,10 +6,15 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
+from quire.observe.kv_batch import KvBatches
+from quire.observe.kv_publisher import KvPublisher
+from quire.routing.page_index import PageIndex
 from quire.routing.upstream import Upstream
 from quire.serve.journal import GENERATING, TOKENS
+from quire.spec.events import Namespace, PagesStored
 from tests.routing.live_router import SECRET, LiveRouter, wait_until
 from tests.serve.live_server import LiveServer
 
@@ -126,6 +131,49 @@ def test_a_server_that_is_asked_for_tokens_runs_nothing_else(servers: list[LiveS
     status, _, answer = servers[0].exchange("/v1/cache/retain", body, headers=asks)
     assert status == 400 and TOKENS in answer["error"]["message"]
     assert retained(servers[0]) == before
+
+
+class _Edge:
+    """Keys of 64 pages that no other has."""
+
+    parent = b""
+
+    def __init__(self, number: int) -> None:
+        self._at = 64 * number
+
+    def __len__(self) -> int:
+        return 64
+
+    @property
+    def digests(self) -> tuple[bytes, ...]:
+        return tuple((self._at + page).to_bytes(8, "big") for page in range(64))
+
+    @property
+    def tokens(self) -> bytes:
+        return np.arange(16 * self._at, 16 * (self._at + 64), dtype=np.int32).tobytes()
+
+
+def test_requests_go_on_while_the_router_learns_what_is_cached(servers: list[LiveServer]) -> None:
+    number = 200_000 // 64
+    anywhere = ("tcp://127.0.0.1:0",) * 2
+    publisher = KvPublisher(KvBatches(16, lambda namespace: b""), *anywhere, lambda: None)
+    for each in range(number):
+        publisher.append(PagesStored(Namespace(), _Edge(each)))
+    publisher.flush()
+    wait_until(lambda: not publisher.counters().waiting)
+    assert publisher.replay_address is not None
+    with LiveRouter(servers[:1], router="events") as router:
+        router.upstreams[0].events = (publisher.address, publisher.replay_address)
+        longest_s, until = 0.0, time.monotonic() + 60
+        while True:
+            began = time.monotonic()
+            assert router.request("/load")[0] == 200 and began < until
+            longest_s = max(longest_s, time.monotonic() - began)
+            index: PageIndex | None = getattr(router.router._chooser, "_index", None)
+            if index is not None and 64 * number in map(index.num_pages, range(2)):
+                break
+    publisher.close()
+    assert longest_s < 0.4, "a router answers nothing meanwhile"
 
 
 def test_a_server_that_is_lost_is_forgotten(servers: list[LiveServer]) -> None:

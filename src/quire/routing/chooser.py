@@ -33,6 +33,7 @@ MOST_ENGINES = 256
 
 _LOOK_S = 0.5
 _ANSWER_S = 2.0  # for what an engine has published before, and for the tokens of a prompt
+_PIECE = 16  # events that are applied at once
 _BATCHES = msgspec.msgpack.Decoder(KvBatch)
 _TOKENS = msgspec.msgpack.Decoder(PromptTokens)
 
@@ -110,7 +111,7 @@ class EventChooser(Chooser):
                     task = following.pop(gone)
                     if not task.cancel():
                         logger.warning("events of %s cannot be read: %s", gone[0], task.exception())
-                    self._apply(self._places.pop(gone), [AllBlocksCleared()])
+                    await self._apply(self._places.pop(gone), [AllBlocksCleared()])
                 for new in known - following.keys():
                     free = next((each for each in range(MOST_ENGINES) if each not in self._places.values()), None)
                     if free is not None:
@@ -132,10 +133,10 @@ class EventChooser(Chooser):
             events.connect(address)
             while True:
                 if (start := order.asks(known)) is not None:
-                    self._apply(place, order.told_again(await self._ask(replay, start)))
+                    await self._apply(place, order.told_again(await self._ask(replay, start)))
                 known = 0
                 _, number, batch = await events.recv_multipart()
-                self._apply(place, order.receive(int.from_bytes(number, "big"), _BATCHES.decode(batch).events))
+                await self._apply(place, order.receive(int.from_bytes(number, "big"), _BATCHES.decode(batch).events))
 
     async def _ask(self, replay: str, start: int) -> list[tuple[int, Sequence[KvEvent]]]:
         """The batches from a number on that the engine keeps; those that come in time."""
@@ -150,12 +151,16 @@ class EventChooser(Chooser):
                     if at < 0:
                         break
                     found.append((at, _BATCHES.decode(batch).events))
+                    await asyncio.sleep(0)  # what has arrived is not waited for
         return found
 
-    def _apply(self, place: int, events: Sequence[KvEvent]) -> None:
+    async def _apply(self, place: int, events: Sequence[KvEvent]) -> None:
+        """What an engine has published. A million pages take seconds, in which requests go on."""
         if self._index is None:
             size = next((each.block_size for each in events if isinstance(each, BlockStored)), None)
             if size is None:
                 return
             self._index = PageIndex(MOST_ENGINES, size)
-        self._index.apply(place, events)
+        for at in range(0, len(events), _PIECE):
+            self._index.apply(place, events[at : at + _PIECE])
+            await asyncio.sleep(0)
