@@ -14,6 +14,7 @@ from quire.settings.setting import Settings, setting
 
 _GROUP = "Fleet"
 _MOST = 4096
+_LEAST = 1e-4  # part of a core or GPU
 
 
 class FleetConfig(MembersConfig):
@@ -74,6 +75,11 @@ class FleetConfig(MembersConfig):
                     f"{self.min_replicas} engines at least, {numbers[1]} at first and {self.max_replicas} at most.",
                     fix="give --min-replicas, --replicas and --max-replicas in rising order.",
                 )
+        if any(0 < each < _LEAST for each in (self.cpus, self.gpus)) or (self.gpus > 1 and self.gpus % 1):
+            raise InvalidInput(
+                f"Ray reserves no {self.cpus:g} cores and {self.gpus:g} GPUs: 0.0001 or more, and whole GPUs above 1.",
+                fix="give --num-cpus and --num-gpus such as 0.5, 1 or 2.",
+            )
         if self.prefill_replicas:
             secret = self.transfer_secret or secrets.token_hex()
             self.engine(role="prefill", transfer_secret=secret)

@@ -71,7 +71,7 @@ class ServerConfig(KeyField):
         gt=0,
     )
     max_restarts: int = setting(3, "How often an engine that dies is started again within ten minutes.", ge=0)
-    max_connections: int = setting(2048, "Connections that may be open.", ge=1)
+    max_connections: int = setting(2048, "Connections that may be open.", ge=1, le=2**31 - 1)
     max_body: Bytes | None = setting(
         None, "Bytes of a request's body.", otherwise="64 for each token of the context, 4 to 32 MiB", ge=1024
     )
