@@ -80,6 +80,7 @@ def bucket(until: str, values: str) -> tuple[str, str]:
 FIRES: dict[str, tuple[list[tuple[str, str]], int, int]] = {
     "QuireDown": ([('up{job="quire", instance="ill"}', "1x4 0x30")], 5, 7),
     "QuireUnhealthy": ([('quire_healthy{instance="ill"}', "1x4 0x30")], 5, 7),
+    "QuireNoServer": ([('quire_router_can_answer{instance="ill"}', "1x4 0x30")], 5, 7),
     "QuireServerLost": ([('quire_router_healthy{instance="ill"}', "1x4 0x30")], 5, 7),
     "QuireInvariantBroken": ([('quire_invariant_broken{instance="ill"}', "0x4 1x30")], 4, 5),
     "QuireEngineRestarted": ([('quire_engine_restarts_total{instance="ill"}', "0x4 1x30")], 4, 6),
@@ -104,9 +105,16 @@ FIRES: dict[str, tuple[list[tuple[str, str]], int, int]] = {
 }
 """What makes each alert fire, a minute between values; when it does not yet, and when it does."""
 
+RESTARTED = [('quire_steps_total{instance="ill", process="decode-0"}', "5x4 0+1x30")], 4, 6
+"""A process of `quire up` that is started again, and counts anew."""
+
 WELL = [
     *((f'{name}{{instance="well"}}', "0x30") for name in ("quire_invariant_broken", "quire_store_lost")),
-    *((f'{name}{{instance="well"}}', "1x30") for name in ("quire_healthy", "quire_router_healthy")),
+    *(
+        (f'{name}{{instance="well"}}', "1x30")
+        for name in ("quire_healthy", "quire_router_healthy", "quire_router_can_answer")
+    ),
+    ('quire_steps_total{instance="well"}', "9x10 0+1x20"),  # it was started by hand
     ('quire_waiting_requests{instance="well"}', "5x30"),
     ('quire_preemptions_total{instance="well"}', "7x30"),
     ('quire_request_success_total{instance="well", finished_reason="stop"}', "0+9x30"),
@@ -118,11 +126,13 @@ def test_each_alert_fires_when_it_should_and_not_before(tmp_path: Path) -> None:
     promtool = promtool_or_skip()
     assert list(FIRES) == [name for name, *_ in ALERTS]
     groups = []
-    for name, _, _, severity, about in ALERTS:
-        series, quiet, firing = FIRES[name]
+    told = {name: (severity, about) for name, _, _, severity, about in ALERTS}
+    for name, (series, quiet, firing) in [*FIRES.items(), ("QuireEngineRestarted", RESTARTED)]:
+        severity, about = told[name]
         labels = {"severity": severity, "instance": "ill"}
         labels |= {"job": "quire"} if name == "QuireDown" else {}
         labels |= {"finished_reason": "error"} if name == "QuireSequencesFail" else {}
+        labels |= {"process": "decode-0"} if series == RESTARTED[0] else {}
         fired = [{"exp_labels": labels, "exp_annotations": {"summary": about}}]
         groups.append(
             {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import httpx
 import psutil
 import pytest
 
+from quire.spec.bundled import BUNDLED_MODELS
 from tests.changes import slow_unless_changed
 from tests.fleet.live_fleet import MARK, SMALL, LiveFleet, body, left, streamed
 from tests.routing.live_router import wait_until
@@ -172,6 +174,22 @@ def test_engines_follow_the_load_and_no_request_fails() -> None:
             assert all(each == alone for client in clients for each in client.result())
         wait_until(lambda: len(live.health()) == 1, 180)
         assert streamed(live.url, given) == alone
+        assert not live.end()
+
+
+@pytest.mark.slow
+def test_a_fleet_without_engines_says_why_and_comes_back(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(BUNDLED_MODELS["quire-bundled"], model)
+    with LiveFleet("--model", str(model)) as live:
+        model.rename(tmp_path / "elsewhere")
+        os.kill(live.rows[0]["pid"], signal.SIGKILL)
+        wait_until(lambda: f"there is no folder '{model}'" in live.log(), 120)
+        assert live.log().count("there is no folder") < 3, "an error that comes again is told once"
+        assert (live.request("/health")[0], live.health()) == (503, {})
+        assert "quire_router_can_answer 0.0" in live.request("/metrics")[1]
+        (tmp_path / "elsewhere").rename(model)
+        wait_until(lambda: live.request("/v1/completions", body(1))[0] == 200, 120)
         assert not live.end()
 
 

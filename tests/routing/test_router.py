@@ -192,6 +192,7 @@ def test_what_concerns_all_servers_is_asked_of_all(router: LiveRouter, servers: 
     status, text = router.request("/metrics")
     assert status == 200
     assert text.count("# TYPE quire_steps counter") + text.count("# TYPE quire_steps_total counter") == 1
+    assert "quire_router_can_answer 1.0" in text
     for index in range(2):
         assert f'quire_healthy{{model_name="echo",process="decode-{index}"}} 1.0' in text
         assert f'quire_router_healthy{{process="decode-{index}"}} 1.0' in text
@@ -390,7 +391,9 @@ def test_what_is_said_without_a_server() -> None:
         assert (failed.value.status_code, failed.value.code) == (503, "QUIRE-SERVE-02")
         status, health = router.request("/health")
         assert (status, health["status"]) == (503, "unhealthy")
-        assert router.request("/metrics")[0] == 200
+        assert "quire_router_can_answer 0.0" in router.request("/metrics")[1]
+        router.router.use(())  # as those of a fleet that has lost all of them
+        assert "quire_router_can_answer 0.0" in router.request("/metrics")[1]
 
 
 @pytest.mark.parametrize("said", [b"[]", b"3", b"{}", b"what?"])

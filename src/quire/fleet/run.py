@@ -19,7 +19,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -32,6 +32,8 @@ from quire.routing.config import OnReady
 from quire.serve.config import ServerConfig
 from quire.serve.server import bind, url_of
 from quire.transfer.address import parse_address
+
+logger = logging.getLogger(__name__)
 
 FIRST_RAY, NO_RAY = (2, 60), (2, 61)
 """The releases that were tested: from the one, and before the other."""
@@ -285,16 +287,31 @@ def serve_error(said: str, server: ServerConfig) -> QuireError:
 
 
 def _watch() -> None:
-    """While the application is there. Raises NoServer: another has removed it."""
+    """While the application is there. What is wrong with it is logged. Raises NoServer: another has removed it."""
     from ray import serve
     from ray.exceptions import RayError
 
-    missed = 0
+    missed, before = 0, dict[str, str]()
     while missed < _GONE:
         time.sleep(_WATCH_S)
         with contextlib.suppress(RayError, TimeoutError):  # the controller starts again
-            missed = 0 if APPLICATION in serve.status().applications else missed + 1
+            found = serve.status().applications.get(APPLICATION)
+            missed = 0 if found is not None else missed + 1
+            said = wrong_with(found.deployments) if found is not None else {}
+            for name in (name for name, why in said.items() if why != before.get(name)):
+                logger.warning("%s: %s", name, said[name])
+            before = said
     raise NoServer("the fleet was removed from the cluster, not by this command.", fix="start it again.")
+
+
+def wrong_with(deployments: Mapping[str, Any]) -> dict[str, str]:
+    """What Serve says of those that lack a replica that works, by name: the error of an engine that does not start, or
+    its first line."""
+    return {
+        name: str(_start_error(each.message) or each.message.partition("\n")[0])
+        for name, each in deployments.items()
+        if each.status == "UNHEALTHY"
+    }
 
 
 def _wait(on_progress: Progress) -> None:

@@ -94,6 +94,7 @@ class RouterCounters:
 
     PREFIX: ClassVar = "router_"
 
+    can_answer: bool = gauge("1 while any server can answer.")
     healthy: dict[str, bool] = gauge("1 if requests may be sent there.", "process", start=dict)
     in_flight: dict[str, int] = gauge("Requests sent there that have not ended.", "process", start=dict)
     requests: dict[str, int] = counter("Requests sent there.", "process", start=dict)
@@ -254,9 +255,13 @@ class Router:
             await check(upstream, self._client)
             await asyncio.sleep(CHECK_S)
 
+    @property
+    def _can_answer(self) -> bool:
+        return any(upstream.is_healthy for upstream in self._answering)
+
     async def _health(self) -> Response:
         """200 while a request could be answered; then `degraded` says that a server is missing."""
-        can_answer = any(upstream.is_healthy for upstream in self._answering)
+        can_answer = self._can_answer
         all_work = all(upstream.is_healthy for upstream in self._upstreams)
         status = "unhealthy" if not can_answer else "ok" if all_work else "degraded"
         why = {} if can_answer else {"reason": self._none_answers().message}
@@ -276,7 +281,7 @@ class Router:
         return Response("\n".join(lines), media_type=CONTENT_TYPE_LATEST)
 
     def _own_metrics(self) -> Iterator[Metric]:
-        counters = RouterCounters(responses=self._responses)
+        counters = RouterCounters(responses=self._responses, can_answer=self._can_answer)
         for each in self._upstreams:
             counters.healthy[each.name] = each.is_healthy
             counters.in_flight[each.name] = each.in_flight
