@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -370,3 +372,34 @@ def test_a_reserved_port_can_be_listened_on_again_and_again() -> None:
         port = reserved.getsockname()[1]
         for _ in range(2):
             bind("127.0.0.1", port).close()
+
+
+CONNECTIONS = ("src/quire/cluster/", "src/quire/routing/", "src/quire/serve/server.py")
+
+
+@slow_unless_changed(*CONNECTIONS)
+def test_a_server_whose_connections_are_all_open_is_not_taken_for_a_lost_one() -> None:
+    with LiveCluster("--prefill", "0", "--max-connections", "4", "--stall-after", "1") as live, ExitStack() as stack:
+        given = body(1, max_tokens=800, n=16, ignore_eos=True, stream=True)
+        for client in [stack.enter_context(live.open_request("/v1/completions", given)) for _ in range(4)]:
+            assert client.recv(12) == b"HTTP/1.1 200"
+        time.sleep(6)
+        stack.close()
+        wait_until(lambda: live.health()["engine-0"]["pid"] == live.rows[0]["pid"])
+        assert "was killed" not in live.log(), live.log()
+
+
+@slow_unless_changed(*CONNECTIONS)
+def test_a_router_has_files_for_all_its_connections_and_those_to_servers() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (192, hard))
+    try:
+        live = LiveCluster("--prefill", "0", "--max-connections", "200")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with live, ExitStack() as stack:
+        given = {"prompt": "a", "max_tokens": 64, "ignore_eos": True, "stream": True}
+        clients = [stack.enter_context(live.open_request("/v1/completions", given)) for _ in range(195)]
+        for client in clients:
+            with client.makefile("rb") as answer:
+                assert answer.readline().split()[1] == b"200", live.log()

@@ -30,7 +30,7 @@ import uvloop
 from quire.engine.cores import available_cores
 from quire.errors import ConnectorError, NoServer, QuireError
 from quire.routing.config import ClusterConfig, OnReady
-from quire.routing.member import Member, Tell, environment_for
+from quire.routing.member import Member, Tell, behind_routers, environment_for
 from quire.routing.router import CHECK_S, Router, open_client
 from quire.routing.tracing import RouteTracing, open_routes
 from quire.routing.upstream import Upstream
@@ -153,9 +153,7 @@ def make_members(config: ClusterConfig, server: ServerConfig, ports: Sequence[in
     known = secrets.token_urlsafe(32)
     for each in chosen:
         port, role = next(free), each.get("role", "engine")
-        own = server.model_copy(
-            update={"host": HOST, "port": port, "cors_origins": None, "max_restarts": 0, "router_secret": known}
-        )
+        own = behind_routers(server, HOST, port, known)
         name = f"{role}-{sum(member.upstream.role == role for member in members)}"
         engine = config.engine(**each, threads=threads, **({"transfer_name": name} if listens else {}))
         members.append(
@@ -203,7 +201,7 @@ async def _run(
                 router=config.router,
                 tracing=tracing,
             )
-            http = HttpServer(router.app, server)
+            http = HttpServer(router.app, server, files=2)
             serving = await http.begin(listener)
             running = asyncio.create_task(_together(router.watch(), supervisor.keep()))
             if http.started:

@@ -22,7 +22,7 @@ from quire.fleet.config import FleetConfig
 from quire.fleet.deployments import MARGIN_S
 from quire.fleet.replicas import EVERY_S, keep_on_loopback, upstreams_of
 from quire.fleet.scaling import IN_FLIGHT
-from quire.routing.member import Member, environment_for
+from quire.routing.member import Member, behind_routers, environment_for
 from quire.routing.router import check, open_client
 from quire.routing.upstream import Upstream
 from quire.serve.config import ServerConfig
@@ -51,7 +51,7 @@ class Engine:
         self._peers: list[str] = []
         name = f"{role or 'engine'}-{serve.get_replica_context().replica_tag}"
         known = secrets.token_urlsafe(32)
-        own, key = _with_keys(server.changed(host=host, port=0, cors_origins=None, max_restarts=0, router_secret=known))
+        own, key = _with_keys(behind_routers(server, host, 0, known, fleet.ingresses or 1))
         self._admin = {"authorization": f"Bearer {own.admin_key or own.api_key}"}
         upstream = Upstream(name=name, role=role or "engine", url="", key=key, secret=known)
         chosen = {"role": role, "transfer_name": name, "transfer_listen": format_address((host, 0))} if role else {}

@@ -67,7 +67,7 @@ class Ingress:
                         await asyncio.sleep(_AGAIN_S)
         self._tasks = [asyncio.create_task(self._router.watch()), *map(asyncio.create_task, map(self._follow, engines))]
         if listens:
-            self._http = HttpServer(self._router.app, server)
+            self._http = HttpServer(self._router.app, server, files=2)
             self._tasks.append(await self._http.begin(bind(server.host, server.port)))
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:

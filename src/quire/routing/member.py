@@ -28,6 +28,7 @@ Tell = Callable[[str, str], None]
 """Is called with the name of a process and each line of its standard error stream."""
 
 _LONGEST_LINE = 16 * 2**20
+_SPARE = 64  # connections for checks and scrapes
 _BROKEN_S = 2.0  # for how long a server may say that it is unhealthy
 
 
@@ -102,6 +103,14 @@ class Member:
             return f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         since, patience_s = self.upstream.failing_since_s, _BROKEN_S if self.upstream.is_broken else stall_s
         return self.upstream.reason if since is not None and time.monotonic() - since > patience_s else ""
+
+
+def behind_routers(server: ServerConfig, host: str, port: int, secret: str, routers: int = 1) -> ServerConfig:
+    """The settings of a server behind routers, which have all its clients. Its health is asked for also while these
+    have as many connections as they may."""
+    most = routers * server.max_connections + _SPARE
+    own = {"host": host, "port": port, "router_secret": secret, "max_connections": most}
+    return server.changed(**own, cors_origins=None, max_restarts=0)
 
 
 def environment_for(engine: EngineConfig, server: ServerConfig) -> dict[str, str]:

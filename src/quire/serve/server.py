@@ -195,25 +195,29 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _allow_files(num_connections: int) -> int:
-    """Raise this process' limit of open files for so many connections. Returns how many they may be, at most."""
+def _allow_files(num_connections: int, each: int) -> int:
+    """Raise this process' limit of open files for so many connections, with so many files for `each`. Returns how many
+    they may be, at most."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = num_connections + _OTHER_FILES
+    wanted = each * num_connections + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft != resource.RLIM_INFINITY and soft < wanted:
         logger.warning("%d connections are not possible: this process may open %d files", num_connections, soft)
-        return max(1, soft - _OTHER_FILES)
+        return max(1, (soft - _OTHER_FILES) // each)
     return num_connections
 
 
 class HttpServer(uvicorn.Server):
     """uvicorn, with signals left to the caller, which drains before it stops the server."""
 
-    def __init__(self, app: ASGIApp, server: ServerConfig, *, most_body_bytes: int = MOST_BODY_BYTES) -> None:
+    def __init__(
+        self, app: ASGIApp, server: ServerConfig, *, most_body_bytes: int = MOST_BODY_BYTES, files: int = 1
+    ) -> None:
+        """A connection needs so many `files`: that of a router one more, to the server that it asks."""
         limits = Limits(
-            most_connections=_allow_files(server.max_connections),
+            most_connections=_allow_files(server.max_connections, files),
             most_body_bytes=most_body_bytes,
             head_s=min(HEAD_S, server.read_timeout_s),
             body_s=server.read_timeout_s,
