@@ -317,6 +317,9 @@ class PeerRefused(QuireError):
 
 def start_error(log: str, exit_code: int) -> QuireError:
     """The error that a process of `quire ... --json` ended with, by its log."""
+    if exit_code < 0:
+        why = f"the server was killed by signal {-exit_code} before it was ready."
+        return QuireError(why, fix="if it was not killed by hand, memory ran out: lower --kv-memory.")
     said = log.strip().splitlines()[-1:] or [f"the server ended with code {exit_code} and no message."]
     try:
         found = json.loads(said[0])["error"]

@@ -164,5 +164,7 @@ def test_a_server_that_cannot_start_is_reported_in_its_own_words() -> None:
     said = {"error": {"message": "no room.", "fix": "make room.", "code": "QUIRE-PLAN-01"}}
     error = start_error(f"WARNING something\n{json.dumps(said)}\n", 3)
     assert (error.message, error.fix, error.code, error.exit_code) == ("no room.", "make room.", "QUIRE-PLAN-01", 3)
-    assert "Killed" in start_error("Killed", -9).message
-    assert "-9" in start_error("", -9).message
+    assert "Odd" in start_error("Odd", 1).message
+    assert "code 3" in start_error("", 3).message
+    killed = start_error("2026-12-01 WARNING what it did before", -9)
+    assert "killed by signal 9" in killed.message and "--kv-memory" in killed.fix
