@@ -305,12 +305,12 @@ def _watch() -> None:
 
 
 def wrong_with(deployments: Mapping[str, Any]) -> dict[str, str]:
-    """What Serve says of those that lack a replica that works, by name: the error of an engine that does not start, or
-    its first line."""
+    """What Serve says of those that lack a replica, by name: the error of an engine that does not start, or the first
+    line for one that has ended."""
     return {
-        name: str(_start_error(each.message) or each.message.partition("\n")[0])
+        name: str(error or each.message.partition("\n")[0])
         for name, each in deployments.items()
-        if each.status == "UNHEALTHY"
+        if (error := _start_error(each.message)) or each.status == "UNHEALTHY"
     }
 
 
