@@ -92,6 +92,8 @@ def test_arguments_that_cannot_be_are_refused() -> None:
         (("--min-replicas", "2"), "--min-replicas does nothing without --max-replicas"),
         (("--min-replicas", "3", "--max-replicas", "2"), "rising order"),
         (("--replicas", "3", "--max-replicas", "2"), "rising order"),
+        (("--address", "auto"), "0 is none"),
+        (("--yaml",), "0 is none"),
         (("--num-cpus", "0.00001"), "0.0001 or more"),
         (("--num-gpus", "1.5"), "whole GPUs above 1"),
         *((name, "finite number") for name in (("--num-cpus", "inf"), ("--drain", "inf"), ("--stall-after", "inf"))),

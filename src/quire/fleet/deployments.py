@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from quire.errors import InvalidInput
 from quire.fleet.config import FleetConfig
 from quire.serve.config import ServerConfig
 from quire.settings.setting import Settings, environment_of, shown_of
@@ -55,6 +56,13 @@ def _number(fleet: FleetConfig) -> dict[str, Any]:
     return {"autoscaling_config": bounds | delays | more}
 
 
+def proxies_at(server: ServerConfig) -> dict[str, Any]:
+    """Where Serve's proxies listen on each machine. Raises InvalidInput."""
+    if server.port == 0:
+        raise InvalidInput("Serve's proxies need one port on all machines, and 0 is none.", fix="give --port 8000.")
+    return {"host": server.host, "port": server.port}
+
+
 def as_yaml(fleet: FleetConfig, server: ServerConfig) -> str:
     """The file for `serve deploy`. It has no secret."""
     arguments = _arguments(fleet) | _arguments(server)
@@ -69,7 +77,7 @@ def as_yaml(fleet: FleetConfig, server: ServerConfig) -> str:
     }
     whole = {
         "proxy_location": "EveryNode",
-        "http_options": {"host": server.host, "port": server.port},
+        "http_options": proxies_at(server),
         "applications": [application],
     }
     return _NOTE + str(yaml.safe_dump(whole, sort_keys=False))

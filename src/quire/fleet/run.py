@@ -26,12 +26,12 @@ from typing import Any
 from quire.engine.cores import available_cores
 from quire.errors import AddressInUse, InvalidInput, NoServer, QuireError, start_error
 from quire.fleet.config import FleetConfig, RayConfig
-from quire.fleet.deployments import APPLICATION
+from quire.fleet.deployments import APPLICATION, proxies_at
 from quire.fleet.placement import Waiting, refuse_unplaced
 from quire.routing.config import OnReady
 from quire.serve.config import ServerConfig
 from quire.serve.server import bind, url_of
-from quire.transfer.address import parse_address
+from quire.transfer.address import format_address, parse_address
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,8 @@ def run_fleet(
                 fleet = _on_this_machine(fleet)
                 stack.enter_context(_own_cluster(fleet, end))
             else:
-                url = f"http://{server.host}:{port}"
+                proxies_at(server)
+                url = f"http://{format_address((server.host, port))}"
                 stack.enter_context(_joined(ray_settings.address, end))
                 fleet = _on_machines(fleet)
             _run(fleet, server.changed(port=port), url, ray_settings.address is None, ready, on_progress)
