@@ -8,6 +8,7 @@ an `AssertionError`, never one of these.
 from __future__ import annotations
 
 import json
+import signal
 from typing import ClassVar
 
 
@@ -319,7 +320,8 @@ def start_error(log: str, exit_code: int) -> QuireError:
     """The error that a process of `quire ... --json` ended with, by its log."""
     if exit_code < 0:
         why = f"the server was killed by signal {-exit_code} before it was ready."
-        return QuireError(why, fix="if it was not killed by hand, memory ran out: lower --kv-memory.")
+        unasked = "memory ran out: lower --kv-memory" if -exit_code == signal.SIGKILL else "its log says more"
+        return QuireError(why, fix=f"if nobody killed it, {unasked}.")
     said = log.strip().splitlines()[-1:] or [f"the server ended with code {exit_code} and no message."]
     try:
         found = json.loads(said[0])["error"]

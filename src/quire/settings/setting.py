@@ -136,9 +136,13 @@ class Settings(BaseModel):
     """
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", protected_namespaces=(), hide_input_in_errors=True, defer_build=True,
+        frozen=True,
+        extra="forbid",
+        protected_namespaces=(),
+        hide_input_in_errors=True,
+        defer_build=True,
         allow_inf_nan=False,
-    )  # fmt: skip
+    )
 
     FOREIGN: ClassVar[Mapping[str, tuple[str, str]]] = {}
     ENVIRONMENT: ClassVar[bool] = False
