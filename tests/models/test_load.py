@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from quire.errors import InvalidInput, LayoutMismatch, ModelCheckFailed, ModelLoadError, UnsupportedModel
@@ -45,6 +46,11 @@ def refusal(folder, kind=ModelLoadError, **options):
     message = str(caught.value)
     assert "Fix:" in message
     return message
+
+
+def add_tensor(folder, name):
+    path = folder / "model.safetensors"
+    save_file({**load_file(path), name: torch.ones(1)}, path, metadata={"format": "pt"})
 
 
 class TestLoaded:
@@ -177,6 +183,35 @@ class TestArchitectures:
     def test_quantised_weights(self, folder):
         edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
         assert "are quantised ('gptq')" in refusal(folder, UnsupportedModel)
+
+    def test_a_quantisation_that_is_named_beside_the_configuration(self, folder):
+        (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+        assert "are quantised ('FP8')" in refusal(folder, UnsupportedModel)
+
+    def test_a_quantisation_of_the_cache_alone(self, folder):
+        (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"kv_cache_quant_algo": "FP8"}}))
+        add_tensor(folder, "model.layers.0.self_attn.k_proj.k_scale")
+        assert load_model(str(folder)).num_layers == 3
+
+    @pytest.mark.parametrize("more", ["weight_scale", "bias"])
+    def test_tensors_that_modules_do_not_read(self, folder, more):
+        """Scales of a quantisation that nothing names, and biases that the configuration denies."""
+        add_tensor(folder, f"model.layers.1.self_attn.q_proj.{more}")
+        message = refusal(folder)
+        assert (
+            f"have 1 tensors that LlamaForCausalLM does not read, first 'model.layers.1.self_attn.q_proj.{more}'"
+            in message
+        )
+
+    def test_tensors_of_modules_that_it_does_not_have(self, folder):
+        """Such as prediction layers and towers."""
+        add_tensor(folder, "model.layers.3.self_attn.q_proj.weight")
+        assert load_model(str(folder)).num_layers == 3
+
+    def test_kv_heads_that_each_expert_has_anew(self):
+        more = {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}
+        model = LoadedModel(build_tiny("llama_gqa", model_type="jetmoe", **more), name="jetmoe")
+        assert {call.kv_heads for call in model.spec.calls} == {4}
 
     def test_a_package_that_is_not_installed(self, folder, monkeypatch):
         def absent(*_, **__):

@@ -37,6 +37,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma3_text",
         {"rope_parameters": {"full_attention": {**LONG, "factor": 4.0}, "sliding_attention": PLAIN}},
     ),
+    "longrope with another scale": (
+        "llama_gqa",
+        {
+            "model_type": "phimoe",
+            "num_local_experts": 4,
+            "rope_parameters": {**LONG, "short_mscale": 1.1, "long_mscale": 1.8},
+        },
+    ),
 }
 """Each with another set of angles from 25 tokens on."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -42,6 +42,7 @@ from quire.models.registry import ALIASES, refuse_unsupported
 from quire.models.rotary import fix_rotary, grows_with_length
 from quire.models.source import ModelSource, quiet, reading
 from quire.models.sparse import install_indexers
+from quire.plan.source import QUANTISATION, with_quantisation
 from quire.spec.kv_format import plain_format
 from quire.spec.layers import AttentionCall, Call, LatentCall, LayerField
 from quire.spec.layout import DType
@@ -52,6 +53,9 @@ logger = logging.getLogger(__name__)
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 _SOME_TOKENS = 2
+
+_OF_CACHES = (".k_scale", ".v_scale")
+"""Ends of the names of scales that a checkpoint has for an FP8 cache."""
 
 INSTALLS = (
     install_mixers,
@@ -382,7 +386,7 @@ def load_model(
     source = ModelSource.find(path_or_id, revision)
     config = source.read_config()
     refuse_unknown(config, path_or_id)
-    refuse_unsupported(config, path_or_id)
+    refuse_unsupported(with_quantisation(config, source.read_beside(QUANTISATION)), path_or_id)
     wanted = torch_dtype(config_dtype(config) if dtype == "auto" else DType(dtype))
     pooler = read_pooler(source, config, device, wanted)
     with quiet():
@@ -465,7 +469,21 @@ def _read_weights(source: ModelSource, dtype: torch.dtype, *, tied: bool) -> Any
             f"first '{absent[0]}'.",
             fix="copy all *.safetensors files, and check that config.json belongs to them.",
         )
+    _refuse_unread(model, report["unexpected_keys"], source.name)
     return model
+
+
+def _refuse_unread(model: Any, names: Iterable[str], name: str) -> None:
+    """Raise ModelLoadError if a module with weights has more of them in the checkpoint, such as biases or scales: what
+    it computes without them is not what the model was trained for."""
+    holders = {path for path, module in model.named_modules() if module._parameters}
+    unread = sorted(each for each in names if each.rpartition(".")[0] in holders and not each.endswith(_OF_CACHES))
+    if unread:
+        raise ModelLoadError(
+            f"the weights of '{name}' have {len(unread)} tensors that {type(model).__name__} does not read, first "
+            f"'{unread[0]}'.",
+            fix="check that config.json belongs to them: it must name biases, and no weights are quantised here.",
+        )
 
 
 class _Unfilled(TorchFunctionMode):

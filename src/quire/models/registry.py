@@ -51,9 +51,11 @@ def refuse_unsupported(config: Mapping[str, Any], name: str) -> None:
                 f"model '{name}' is of type '{kind}', which {reason}.", fix="use a model type listed as verified."
             )
         quantised = part.get("quantization_config")
-        if quantised and quantised.get("quant_method") != "mxfp4":  # which transformers itself expands
+        if not isinstance(quantised, Mapping):
+            continue
+        method = quantised.get("quant_method") or quantised.get("quant_algo")
+        if method and method != "mxfp4":  # which transformers itself expands
             raise UnsupportedModel(
-                f"the weights of '{name}' are quantised ('{quantised.get('quant_method')}'), which this version does "
-                "not compute with.",
+                f"the weights of '{name}' are quantised ('{method}'), which this version does not compute with.",
                 fix="use the model's float32, float16 or bfloat16 weights.",
             )

@@ -101,6 +101,9 @@ def _fix(module: Any, variant: str, max_length: int, kind: str | None) -> None:
         parameters = config.rope_parameters if kind is None else config.rope_parameters[kind]
         original = int(parameters["original_max_position_embeddings"])
         length = original + 1 if max_length > original else original
+        mscale = parameters.get("long_mscale" if max_length > original else "short_mscale")
+        if mscale is not None:  # PhiMoE, which chooses by the batch
+            parameters |= {"short_mscale": mscale, "long_mscale": mscale}
     of_kind = {} if kind is None else {"layer_type": kind}
     chosen, _ = ROPE_INIT_FUNCTIONS[variant](config, buffer.device, seq_len=length, **of_kind)
     buffer.copy_(chosen)

@@ -14,6 +14,9 @@ from quire.errors import ModelLoadError
 from quire.spec.bundled import BUNDLED_HEADS, BUNDLED_MODELS, DEFAULT_MODEL
 from quire.spec.catalogue import CATALOGUE, catalogue_model, close_names
 
+QUANTISATION = "hf_quant_config.json"
+"""The file beside config.json in which NVIDIA's tools may name a quantisation."""
+
 _TIMEOUT_S = 5
 _BUNDLED = BUNDLED_MODELS | BUNDLED_HEADS
 _TOKENIZER_FILES = ("*token*", "tekken*", "vocab.*", "merges.txt", "*.model", "*.tiktoken")
@@ -34,7 +37,8 @@ def read_model_config(name: str, revision: str | None = None) -> tuple[Mapping[s
         if not path.is_file():
             raise ModelLoadError(f"the folder '{name}' has no config.json.", fix="pass a folder that has one.")
     if path.is_file():
-        return _with_quantisation(path), str(path)
+        beside = path.parent / QUANTISATION
+        return with_quantisation(read_json(path), read_json(beside) if beside.is_file() else None), str(path)
     if _names_a_path(name) or name.endswith(".json"):
         raise ModelLoadError(f"there is no file or folder '{name}'.", fix="pass a config.json, or its folder.")
     if name.count("/") != 1:
@@ -85,12 +89,11 @@ def _names_a_path(name: str) -> bool:
     )
 
 
-def _with_quantisation(path: Path) -> Mapping[str, Any]:
-    """The configuration, with the quantisation of a file beside it if it names none itself."""
-    config, beside = read_json(path), path.parent / "hf_quant_config.json"
-    if "quantization_config" in config or not beside.is_file():
+def with_quantisation(config: Mapping[str, Any], beside: Any) -> Mapping[str, Any]:
+    """The configuration, with the quantisation of `beside`, the contents of `QUANTISATION`, if it names none itself."""
+    if "quantization_config" in config or not isinstance(beside, Mapping):
         return config
-    return {**config, "quantization_config": read_json(beside).get("quantization")}
+    return {**config, "quantization_config": beside.get("quantization")}
 
 
 def read_json(path: Path) -> Mapping[str, Any]:

@@ -14,11 +14,13 @@ from quire.spec.weights.modules import draft_layers, layer_weights, modules_of_l
 _GATED_TOWER = {"gemma4_vision", "pixtral", "qwen2_5_vl"}
 
 _UNPRICED = {
+    "H_cycles": "runs its layers several times",
     "cross_attention_layers": "attends to another model's output",
     "hidden_size_per_layer_input": "embeds every token once more per layer",
     "is_encoder_decoder": "is an encoder and a decoder",
     "layer_group_size": "mixes attention kinds by a rule of its own",
     "kv_channels": "has experts in its attention, or an MLP of half the stated width",
+    "n_mamba_heads": "shares one attention among layers",
     "per_layer_config": "sizes single layers differently",
     "zero_expert_num": "has two attentions and two MLPs per layer",
 }
