@@ -153,6 +153,17 @@ def test_a_defect_is_no_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     assert "Traceback" in run("doctor", "--debug").stderr
 
 
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_reader_may_close_the_output(form: list[str]) -> None:
+    """As `head` does; the report is no defect."""
+    command = [sys.executable, "-m", "quire", "plan", "llama-3.1-8b", *form]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    with process.stderr as errors:
+        assert (process.wait(), errors.read()) == (0, b"")
+
+
 def test_doctor(run: Run) -> None:
     found = json.loads(run("doctor", "--json").stdout)
     assert found["packages"]["torch"]

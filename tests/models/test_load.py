@@ -210,8 +210,8 @@ class TestArchitectures:
 
     def test_kv_heads_that_each_expert_has_anew(self):
         more = {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}
-        model = LoadedModel(build_tiny("llama_gqa", model_type="jetmoe", **more), name="jetmoe")
-        assert {call.kv_heads for call in model.spec.calls} == {4}
+        model = LoadedModel(build_tiny("llama", model_type="jetmoe", **more), name="jetmoe")
+        assert {call.kv_heads for call in model.spec.calls} == {8}
 
     def test_a_package_that_is_not_installed(self, folder, monkeypatch):
         def absent(*_, **__):

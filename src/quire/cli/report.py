@@ -37,6 +37,12 @@ class Terminal(Console):
     def __init__(self, *, stderr: bool = False) -> None:
         super().__init__(highlight=False, markup=False, stderr=stderr)
 
+    def on_broken_pipe(self) -> None:
+        """Nobody reads it any more, so nothing more is shown. Of a report that is the end, which `reported` knows."""
+        self.quiet = True
+        if not self.stderr:
+            raise BrokenPipeError
+
     def status(self, status: RenderableType, **more: Any) -> Status:
         """What goes on, as a `with` block."""
         return super().status(Text(status) if isinstance(status, str) else status, **more)

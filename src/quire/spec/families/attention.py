@@ -111,8 +111,6 @@ def _kv_heads(config: ConfigReader, heads: int, count: int) -> Sequence[int]:
         config.ignore("num_kv_heads", "num_key_value_heads")  # without effect if one head serves all
         return [1] * count
     found = config.get("num_key_value_heads", "num_kv_heads", "n_head_kv")
-    if config.kind == "jetmoe":  # which repeats its KV heads for each expert of a token
-        return [heads] * count
     if found is None and config.is_known:
         return [heads] * count  # one per query head is a convention of known types
     if isinstance(found, list) and len(found) == count and all(isinstance(n, int) and n > 0 for n in found):
@@ -121,6 +119,8 @@ def _kv_heads(config: ConfigReader, heads: int, count: int) -> Sequence[int]:
         raise config.missing("num_key_value_heads")
     if found > heads:
         raise config.wrong("num_key_value_heads", found, f"at most the {heads} attention heads")
+    if config.kind == "jetmoe":  # which repeats its KV heads for each expert of a token
+        found *= config.size("num_experts_per_tok", default=2)
     return [found] * count
 
 
