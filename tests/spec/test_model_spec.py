@@ -11,6 +11,7 @@ from quire.errors import InvalidInput, UnsupportedModel
 from quire.spec.layout import DType
 from quire.spec.model import AttentionCall, ModelSpec
 from tests.covering import each_of
+from tests.tiny_hybrids import published
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -138,6 +139,24 @@ def test_refuses_rather_than_guess(changes, said):
     with pytest.raises(UnsupportedModel) as caught:
         ModelSpec.from_config({**LLAMA, **changes})
     assert said in str(caught.value)
+
+
+OF_CHECKPOINTS = {
+    "bamba": {"attn_rotary_emb": 64},
+    "cohere2": {"use_embedding_sharing": True, "use_parallel_block": True, "use_gated_activation": True},
+    "falcon_h1": {"mamba_use_mlp": True},
+    "gpt_bigcode": {"pre_allocate_kv_cache": True},
+    "lfm2": {"block_dim": 64, "block_use_swiglu": True, "conv_dim_out": 64, "conv_use_xavier_init": True},
+    "olmo_hybrid": {"linear_use_gate": True},
+    "recurrent_gemma": {"block_types": None, "_block_types": ["recurrent", "recurrent", "attention"]},
+}
+"""Fields of published configurations that transformers does not read, by a tiny model of their type."""
+
+
+@pytest.mark.parametrize("name", OF_CHECKPOINTS)
+def test_fields_of_published_checkpoints_are_known(name):
+    plain = published(name)
+    assert ModelSpec.from_config({**plain, **OF_CHECKPOINTS[name]}) == ModelSpec.from_config(plain)
 
 
 def test_needs_neither_torch_nor_transformers():

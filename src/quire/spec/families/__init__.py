@@ -23,17 +23,17 @@ otherwise it would be priced as plain attention."""
 
 _OF_NO_MATTER = re.compile(
     # how numbers are computed, not what is stored
-    r"rope|norm|dropout|pdrop|_prob$|_bias$|_(eps|epsilon|theta|fp32|multipliers?|scale|factor|alpha|beta|scalar)$|softcap"
-    r"|activation|implementation|temperature|scale_attn|parallel_attn|output_gate|use_attention_gate|bidirectional"
-    r"|attn_res_block|linear_(a_log|allow|dt)|gated"
+    r"rope|rotary|norm|dropout|pdrop|_prob$|_bias$|_(eps|epsilon|theta|fp32|multipliers?|scale|factor|alpha|beta|scalar)$"
+    r"|softcap|activation|implementation|temperature|scale_attn|parallel_attn|output_gate|use_attention_gate|bidirectional"
+    r"|attn_res_block|linear_(a_log|allow|dt|use_gate)|gated|swiglu|xavier|embedding_sharing|parallel_block|pre_allocate"
     # mixtures of experts, drafts, adapters, generation
     r"|expert|^moe_|^mlp_|^mtp_|moe_|^n_group$|topk_group|grouped_topk|^shared_(inter|moe)|decoder_sparse_step|adapter"
-    r"|beam|compressor|classifier|ff_dim|ffn_dim|block_(multiple|size)|auto_adjust"
+    r"|beam|compressor|classifier|ff_dim|ffn_dim|block_(dim|multiple|size)|auto_adjust|limited_groups"
     # query heads, which store nothing, and other names of fields that are read elsewhere
     r"|num_attention_heads|num_query_groups|attention_hidden_size|qk_(nope_)?head_dim|^o_(groups|lora_rank)|q_lora_rank"
-    r"|hybrid_layer_ids|mem_blocks|conv_dim$|index_(n_heads|share|skip|block|local|topk_)|max_window_layers"
+    r"|hybrid_layer_ids|mem_blocks|conv_dim|index_(n_heads|share|skip|block|local|topk_)|max_window_layers"
     r"|sliding_window_(pattern|size)|use_sliding_window|full_attention_interval|full_attn_idxs|attn_every"
-    r"|mamba_(proj|hidden|chunk|dt|act$)|use_mamba_kernels|^chunk_size|vocab_size_per_layer|hidden_size_per_layer"
+    r"|mamba_(proj|hidden|chunk|dt|act$|use_mlp)|use_mamba_kernels|^chunk_size|(vocab|hidden)_size_per_layer"
 )
 """Fields whose names match and that do not affect the cache, or only together with another field."""
 

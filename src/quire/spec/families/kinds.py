@@ -147,7 +147,8 @@ def _llama4(reader: ConfigReader, count: int) -> list[str]:
 
 def _recurrent_gemma(reader: ConfigReader) -> list[str]:
     """A repeated cycle of block types, which may be incomplete at the end; every attention is a window."""
-    cycle = reader.sequence("block_types")
+    cycle = reader.sequence("block_types" if reader.get("block_types") else "_block_types")
+    reader.ignore("_block_types")
     if not cycle or set(cycle) - {"recurrent", "attention"}:
         raise reader.refusal("has blocks other than 'recurrent' and 'attention'", "block_types")
     kinds = [STATE if name == "recurrent" else WINDOW for name in cycle]
