@@ -147,6 +147,8 @@ OF_CHECKPOINTS = {
     "falcon_h1": {"mamba_use_mlp": True},
     "gpt_bigcode": {"pre_allocate_kv_cache": True},
     "lfm2": {"block_dim": 64, "block_use_swiglu": True, "conv_dim_out": 64, "conv_use_xavier_init": True},
+    "gpt2": {"reorder_and_upcast_attn": True},
+    "qwen2": {"use_flash_attn": True},
     "olmo_hybrid": {"linear_use_gate": True},
     "recurrent_gemma": {"block_types": None, "_block_types": ["recurrent", "recurrent", "attention"]},
 }

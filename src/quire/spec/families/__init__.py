@@ -24,7 +24,7 @@ otherwise it would be priced as plain attention."""
 _OF_NO_MATTER = re.compile(
     # how numbers are computed, not what is stored
     r"rope|rotary|norm|dropout|pdrop|_prob$|_bias$|_(eps|epsilon|theta|fp32|multipliers?|scale|factor|alpha|beta|scalar)$"
-    r"|softcap|activation|implementation|temperature|scale_attn|parallel_attn|output_gate|use_attention_gate|bidirectional"
+    r"|softcap|flash_att|upcast|activation|implementation|temperature|scale_attn|parallel_attn|output_gate|use_attention_gate|bidirectional"
     r"|attn_res_block|linear_(a_log|allow|dt|use_gate)|gated|swiglu|xavier|embedding_sharing|parallel_block|pre_allocate"
     # mixtures of experts, drafts, adapters, generation
     r"|expert|^moe_|^mlp_|^mtp_|moe_|^n_group$|topk_group|grouped_topk|^shared_(inter|moe)|decoder_sparse_step|adapter"
