@@ -435,7 +435,8 @@ class Worker {
     // A block of keys as columns `[dim / 2, PACKED]` of pairs of numbers.
     void pair_keys(int head, int tokens) {
         const int pairs = dim / 2, up = round_up(tokens, step);
-        for (int i = 0; i < tokens; i++) std::memcpy(rows + i * pairs, call.key.at(found[i], head), 4 * pairs);
+        for (int i = 0; i < tokens; i++)
+            for (int d = 0; d < pairs; d += W) store(rows + i * pairs + d, load_as<vf>(call.key.at(found[i], head) + 4 * d));
         std::fill(rows + tokens * pairs, rows + up * pairs, 0.0f);
         for (int i = 0; i < up; i += W)
             for (int d = 0; d < pairs; d += W) transpose(rows + i * pairs + d, pairs, columns + d * int64_t(PACKED) + i, PACKED);
