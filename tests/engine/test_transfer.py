@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -106,6 +107,17 @@ def test_a_role_changes_while_engines_run() -> None:
     finally:
         second.close()
         first.close()
+
+
+def test_a_secret_is_any_bytes_and_a_machine_has_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, secret = case_of("llama"), os.fsdecode(b"\xff\x80" * 8)
+    monkeypatch.setattr("socket.gethostname", lambda: "k\u00fcche nr. 5")
+    prefill = prefill_engine(case.model, num_tokens=8 * LONGEST, transfer_secret=secret)
+    decode = decode_engine(case.model, [prefill], num_tokens=8 * LONGEST, transfer_secret=secret)
+    assert run_apart(decode, [prefill], PROMPTS, GREEDY) == case.expected
+    assert transfer_of(decode)["received_tokens"] > 0
+    decode.close()
+    prefill.close()
 
 
 def test_peers_change_while_engines_run() -> None:

@@ -494,6 +494,11 @@ class ConnectorContract:
         assert wait(here, here.write(there.name, tag, spans, target))[0] is FAILED
         here.connect(there.name, address)
         assert wait(here, here.write(there.name, tag, spans, target))[0] is LANDED
+        for disconnects in (True, False, True):  # as at once after a write that took too long
+            if disconnects:
+                here.disconnect(there.name)
+            here.connect(there.name, address)
+            assert wait(here, here.write(there.name, tag, spans, target))[0] is LANDED
         for _ in range(2):
             here.close()
         assert wait(here, here.write(there.name, tag, spans, target))[0] is FAILED

@@ -459,6 +459,14 @@ class Copying(OneSided):
         pass
 
 
+@pytest.mark.parametrize("place", [(1 << 63, 5), (-5, 5), (0, 1 << 63), (0, -1)])
+def test_an_address_where_no_memory_can_be_is_refused(place: tuple[int, int]) -> None:
+    connector = Copying(np.zeros(100_000, np.uint8), name="me")
+    with pytest.raises(ConnectorError, match="not one of a connector 'copying'"):
+        connector.connect("me", msgspec.msgpack.encode(MemoryPlace("copying", "me", *place, b"here")))
+    connector.close()
+
+
 def test_the_thread_of_a_library_that_fails_says_so() -> None:
     connector = Copying(np.zeros(100_000, np.uint8), name="me")
     connector.connect("me", connector.address())

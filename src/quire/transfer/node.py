@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -114,8 +115,9 @@ class TransferNode(Part, PrefillPeers):
         self._wake = wake
         self._listen, self._peers = parse_address(listen), parse_peers(peers)
         self.asks = bool(peers)
-        name, start = f"{socket.gethostname()[:40]}.{os.getpid()}", int.from_bytes(os.urandom(8), "little") >> 1
-        self._secret = secret.encode()
+        machine = re.sub("[^A-Za-z0-9._:-]", "-", socket.gethostname()[:40])
+        name, start = f"{machine}.{os.getpid()}", int.from_bytes(os.urandom(8), "little") >> 1
+        self._secret = secret.encode(errors="surrogateescape")  # any bytes of the environment
         self.connector = open_connector(
             connector,
             host.memory,

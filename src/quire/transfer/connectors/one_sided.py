@@ -8,9 +8,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Annotated, Any, ClassVar, Final, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from quire.errors import ConnectorError
 from quire.transfer.connector import (
@@ -41,8 +42,8 @@ _Result = TypeVar("_Result")
 class MemoryPlace(Place, frozen=True):
     """Where the memory of a peer is, and `how` its library is reached."""
 
-    base: int
-    num_bytes: int
+    base: Annotated[int, Meta(ge=0, lt=1 << 62)]
+    num_bytes: Annotated[int, Meta(ge=0, lt=1 << 62)]
     how: bytes
 
 
@@ -222,7 +223,9 @@ class OneSided(Connector):
             pass
         for link in [each for each in self._ending if each.handle is None]:
             self._ending.remove(link)
-            self._detach(link.remote)
+            others = (*self._links.values(), *self._ending)
+            if link.remote not in [each.remote for each in others]:  # a peer that has connected again is the same one
+                self._detach(link.remote)
 
     def _step(self, link: _PeerLink) -> bool:
         """Begin or end a batch of a peer; False if there is nothing to do now."""
