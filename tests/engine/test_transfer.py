@@ -25,6 +25,7 @@ from tests.engine.apart import (
 )
 from tests.engine.running import tiered_core
 from tests.engine.tiered import GREEDY, LONGEST, OTHERS, PROMPTS, case_of
+from tests.transfer.test_connectors import NEEDS_NIXL
 
 KINDS = ("llama", "gpt_oss", "deepseek_v3", "deepseek_v32", "qwen3_next", "gemma3_text", "falcon_h1")
 
@@ -109,6 +110,16 @@ def test_a_role_changes_while_engines_run() -> None:
         first.close()
 
 
+def test_an_engine_with_the_dtype_of_the_model_by_name_fits_one_without() -> None:
+    case = case_of("llama")
+    prefill = prefill_engine(case.model, num_tokens=8 * LONGEST)
+    decode = decode_engine(case.model, [prefill], num_tokens=8 * LONGEST, kv_dtype="float32")
+    assert run_apart(decode, [prefill], PROMPTS, GREEDY) == case.expected
+    assert transfer_of(decode)["received_tokens"] > 0
+    decode.close()
+    prefill.close()
+
+
 def test_a_secret_is_any_bytes_and_a_machine_has_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
     case, secret = case_of("llama"), os.fsdecode(b"\xff\x80" * 8)
     monkeypatch.setattr("socket.gethostname", lambda: "k\u00fcche nr. 5")
@@ -118,6 +129,25 @@ def test_a_secret_is_any_bytes_and_a_machine_has_any_name(monkeypatch: pytest.Mo
     assert transfer_of(decode)["received_tokens"] > 0
     decode.close()
     prefill.close()
+
+
+@NEEDS_NIXL
+def test_a_peer_that_is_removed_still_asks() -> None:
+    """Two engines name each other, and one of them then asks no more. What the other asks for still arrives."""
+    case = case_of("llama")
+    settings: dict[str, Any] = {"num_tokens": 8 * LONGEST, "role": "both", "transfer_connector": "nixl"}
+    first = prefill_engine(case.model, **settings)
+    second = decode_engine(case.model, [first], **settings)
+    try:
+        first.set_prefill_peers([address_of(second)])
+        wait_for(lambda: len(ready_peers(first)) == 1, first, second)
+        first.set_prefill_peers([])
+        wait_for(lambda: not transfer_of(first)["prefill_peers"], first, second)
+        assert run_apart(second, [first], PROMPTS, GREEDY) == case.expected
+        assert transfer_of(second)["received_tokens"] > 0 and transfer_of(second)["fallbacks"] == 0
+    finally:
+        second.close()
+        first.close()
 
 
 def test_peers_change_while_engines_run() -> None:

@@ -214,7 +214,8 @@ class EngineCore:
 
     def identity(self, weights_epoch: int) -> Identity:
         """What engines that exchange pages with this one have in common with it, after so many changes of weights."""
-        return identity_of(self.config, self.plan, self._identity(weights_epoch), weights_epoch)
+        dtype, model = self.model.spec.dtype, self._identity(weights_epoch)
+        return identity_of(self.config, self.plan, model, weights_epoch, dtype=dtype)
 
     def _identity(self, weights_epoch: int) -> bytes:
         """32 bytes for the models whose keys and values are in a page, and for what attention leaves out."""

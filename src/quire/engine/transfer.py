@@ -15,8 +15,10 @@ from quire.memory.host_pool import HostPool
 from quire.plan.budget import MemoryPlan
 from quire.prefix.hashing import chain_pages, layout_identity, namespace_seed
 from quire.scheduler.sampling_params import SamplingParams
+from quire.spec.dtype import DType
 from quire.spec.events import Namespace
 from quire.spec.ids import Ids
+from quire.spec.kv_format import kv_format
 from quire.transfer.handshake import Identity
 from quire.transfer.node import TransferNode
 
@@ -69,8 +71,8 @@ def connections_of(engine: EngineCore) -> TransferNode:
     return engine.transfer
 
 
-def identity_of(config: EngineConfig, plan: MemoryPlan, model: bytes, weights_epoch: int) -> Identity:
-    """What engines that exchange pages have in common. `model` is the hash of its weights."""
+def identity_of(config: EngineConfig, plan: MemoryPlan, model: bytes, weights_epoch: int, *, dtype: DType) -> Identity:
+    """What engines that exchange pages have in common. `model` is the hash of its weights, `dtype` is theirs."""
     identity = layout_identity(model, [group.layout.fingerprint() for group in plan.groups])
     one_page = np.zeros(plan.page_size, dtype=np.int32).tobytes()
     (key,) = chain_pages(namespace_seed(Namespace(), identity), one_page, len(one_page))
@@ -78,7 +80,7 @@ def identity_of(config: EngineConfig, plan: MemoryPlan, model: bytes, weights_ep
         model=model.hex(),
         weights_epoch=weights_epoch,
         page_size=plan.page_size,
-        kv_format=config.kv_dtype,
+        kv_format=kv_format(config.kv_dtype, dtype).name,
         tensor_parallel=config.tensor_parallel_size,
         layouts={group.name: group.layout.fingerprint() for group in plan.groups},
         namespaces=key.hex(),

@@ -71,7 +71,7 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 _FIXES = {
     "weights_epoch": "load the same weights in both engines, then set the same weights epoch.",  # `model` depends on it
-    "model": "start both engines with the same model and revision.",
+    "model": "start both engines with the same model, revision, --dtype, drafts and selection of --hisparse.",
     "page_size": "start both engines with the same --page-size.",
     "kv_format": "start both engines with the same --kv-cache-dtype.",
     "tensor_parallel": "start both engines with the same tensor-parallel width.",
