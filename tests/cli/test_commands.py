@@ -164,6 +164,16 @@ def test_a_reader_may_close_the_output(form: list[str]) -> None:
         assert (process.wait(), errors.read()) == (0, b"")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="it is Linux's")
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_an_output_without_room_is_no_defect(form: list[str]) -> None:
+    command = [sys.executable, "-m", "quire", "plan", "llama-3.1-8b", *form]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert "No space left on device" in done.stderr and "defect" not in done.stderr
+
+
 def test_doctor(run: Run) -> None:
     found = json.loads(run("doctor", "--json").stdout)
     assert found["packages"]["torch"]

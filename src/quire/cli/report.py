@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -21,7 +22,7 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from quire.errors import QuireError
+from quire.errors import InvalidInput, QuireError
 from quire.settings.setting import Settings, setting
 
 EXIT_DEFECT = 1
@@ -171,9 +172,19 @@ def reported(*, as_json: bool, debug: bool = False) -> Iterator[None]:
     except Exception as error:
         if debug:
             traceback.print_exception(error)
-        known = error if isinstance(error, QuireError) else _defect(error)
+        known = error if isinstance(error, QuireError) else _of_system(error) or _defect(error)
         _show_error(known, as_json=as_json)
         raise typer.Exit(known.exit_code) from None
+
+
+def _of_system(error: Exception) -> QuireError | None:
+    """What the system refused; None if it was not that."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return None
+    if error.errno == errno.ENOSPC and error.filename is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as above: it cannot take what is left
+    where = "" if error.filename is None else f" ('{error.filename}')"
+    return InvalidInput(f"{error.strerror}{where}.", fix="check the disk, the path and who may write there.")
 
 
 def _defect(error: Exception) -> QuireError:

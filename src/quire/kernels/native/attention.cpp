@@ -19,7 +19,7 @@
 namespace {
 
 constexpr int DIRECT = 32, PACKED = 128;  // tokens of a block read in place, or unpacked
-constexpr int MOST_DIRECT = 16;  // queries of a head that read keys in place
+constexpr int MOST_DIRECT = 16, MOST_BESIDE_TILES = 8;  // queries of a head that read keys in place
 constexpr int MOST_QUERIES = 1024, LEAST_QUERIES = 256;  // queries of a head in one task, fewer where threads would lack tasks
 constexpr int SOME_QUERIES = 48;  // whose scores stay in the cache
 constexpr int MIN_SHARED = 256;  // tokens not read again that make a shared run worthwhile
@@ -133,8 +133,30 @@ void add_rows(Plan& plan, int sequence, int start, int stop, int done) {
     plan.tasks.push_back(task);
 }
 
+// How keys, values and queries of a call are multiplied.
+struct Ways {
+    bool in_place, paired = false, tiled = false;  // where they lie; bfloat16 as it is; many queries by tiles
+    int most_direct = MOST_DIRECT;
+    int step = W;  // tokens of a block are filled up to its multiples
+
+    explicit Ways(const Call& call) {
+        auto plain = [](const Field& field) { return field.format <= F16 && field.width % W == 0; };
+        in_place = plain(call.key) && !call.key_tail.width && call.value.rows && plain(call.value);
+#if defined(__AVX512BF16__)
+        auto pairs = [](int32_t format, int width) { return format == BF16 && width % Paired::NUMBERS == 0; };
+        const int dim = call.key.width, value_dim = call.value.width;
+        paired = in_place && pairs(call.query_format, dim) && pairs(call.key.format, dim) && pairs(call.value.format, value_dim);
+        if (paired) step = 2 * W;
+#endif
+#if defined(__AMX_BF16__)
+        tiled = paired && dim % tiles::DEPTH == 0 && value_dim % tiles::DEPTH == 0 && tiles::are_allowed();
+        if (tiled) most_direct = MOST_BESIDE_TILES, step = tiles::DEPTH;
+#endif
+    }
+};
+
 void cut_tasks(const Call& call, Plan& plan) {
-    int group = int(call.heads / call.kv_heads);
+    const int group = int(call.heads / call.kv_heads), most_direct = Ways(call).most_direct;
     auto cost = [&](const Task& task) {
         int64_t queries = int64_t(task.count) * group;
         return (task.stop - task.first) * task.heads * (queries + 6);
@@ -165,7 +187,7 @@ void cut_tasks(const Call& call, Plan& plan) {
     }
     for (const Task& task : by_rows) {
         // Many queries: a head at a time stays in the cache.
-        int heads = task.count * group > MOST_DIRECT ? 1 : task.heads;
+        int heads = task.count * group > most_direct ? 1 : task.heads;
         Task one = task;
         one.heads = heads;
         int keys = task.stop - task.first;
@@ -225,29 +247,18 @@ Plan planned(const Call& call) {
 
 // -- a task
 
-class Worker {
+class Worker : Ways {
   public:
     Worker(const Call& call, const Plan& plan, float* partial, float* peaks)
-        : call(call), plan(plan), partial(partial), peaks(peaks), group(int(call.heads / call.kv_heads)),
+        : Ways(call), call(call), plan(plan), partial(partial), peaks(peaks), group(int(call.heads / call.kv_heads)),
           dim(call.key.width + call.key_tail.width), value_dim(call.value.rows ? call.value.width : dim),
           dim_up(round_up(dim, W)), value_up(round_up(value_dim, W)) {
-        auto plain = [](const Field& field) { return field.format <= F16 && field.width % W == 0; };
         key_bytes = dim * (call.key.format == F32 ? 4 : 2);
-        in_place = plain(call.key) && !call.key_tail.width && call.value.rows && plain(call.value);
-#if defined(__AVX512BF16__)
-        auto pairs = [](int32_t format, int width) { return format == BF16 && width % Paired::NUMBERS == 0; };
-        paired = in_place && pairs(call.query_format, dim) && pairs(call.key.format, dim) && pairs(call.value.format, value_dim);
-        step = paired ? 2 * W : W;
-#endif
-#if defined(__AMX_BF16__)
-        tiled = paired && dim % tiles::DEPTH == 0 && value_dim % tiles::DEPTH == 0 && tiles::are_allowed();
-        if (tiled) step = tiles::DEPTH;
-#endif
     }
 
     void run(const Task& task) {
         m = task.count * group;
-        direct = in_place && m <= MOST_DIRECT;
+        direct = in_place && m <= most_direct;
         m_up = round_up(m, tiled && !direct ? 32 : 8);
         block = direct ? DIRECT : PACKED;
         some = direct ? m : tiled ? 32 : SOME_QUERIES;
@@ -292,9 +303,7 @@ class Worker {
     int group, dim, value_dim, dim_up, value_up, m = 0, m_up = 0, block = 0;
     int some = 0;  // queries whose scores are there at once
     int key_bytes = 0;  // of a vector, where it is read in place
-    bool in_place, direct = false;
-    bool paired = false, tiled = false;  // bfloat16 is multiplied as it is, many queries by tiles
-    int step = W;  // tokens of a block are filled up to its multiples
+    bool direct = false;
     float *queries, *outs, *scores, *rows, *columns, *values, *tops, *totals, *factors;
     Place places[PACKED], next_places[PACKED];
     const Place *found, *found_next;  // places of the tokens of this block and of the next one
