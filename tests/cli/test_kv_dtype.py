@@ -136,7 +136,7 @@ def test_a_prompt_of_ones_own(script: Run, tiny_model: Path, tmp_path: Path) -> 
         (("--kv-dtype", "int3"), "'int3' is not a KV dtype"),
         (("--kv-dtype", "fp8,"), "'' is not a KV dtype"),
         (("--kv-dtype", "fp8", "--max-error", "0"), "--max-error: 0.0 is no share"),
-        (("--kv-dtype", "fp8", "--max-error", "nan"), "--max-error: nan is no share"),
+        (("--kv-dtype", "fp8", "--max-error", "nan"), "--max-error: Input should be a finite number"),
         (("--kv-dtype", "fp8", "--prompt-file", "/no/such/file"), "cannot be read"),
         (("--kv-dtype", "fp8", "--prompt-file", "LONG"), "1 to 512"),
         (("--kv-dtype", "fp8", "--prompt-file", "EMPTY"), "has 0 tokens"),

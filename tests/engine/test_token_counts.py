@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from quire.engine.device.sampler import Sampler
 from quire.engine.device.token_counts import TokenCounts
+from quire.scheduler.request import KNOWN
 from quire.scheduler.sampling_params import SamplingParams
 from tests.engine.test_sampler import places, request
 
@@ -50,3 +51,19 @@ def test_penalties_from_step_to_step_are_those_of_a_new_sampler() -> None:
         sampler.draw(kept, where)
         Sampler([]).draw(fresh, where)
         assert torch.equal(kept, fresh) and not torch.equal(kept, rows)
+
+
+def test_a_sampler_of_drafts_does_not_keep_them() -> None:
+    """It has one row of a request in a call, some behind tokens that the request does not have."""
+    params = SamplingParams(temperature=0, repetition_penalty=1.3)
+    made, sampler = request(params, prompt=(3, 7), outputs=(4,)), Sampler([])
+    made._tokens = tokens = np.array([3, 7, 4, 5, 0], dtype=np.int32)
+
+    def penalised(ahead: int) -> set[int]:
+        rows = torch.ones(1, 10)
+        sampler.draw(rows, places([made], skipped=[ahead]))
+        return set(np.flatnonzero(rows[0].numpy() != 1).tolist())
+
+    assert penalised(1) == {3, 7, 4, 5}
+    tokens[3], made._lengths[KNOWN] = 6, 4
+    assert penalised(0) == {3, 7, 4, 6}

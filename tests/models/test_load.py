@@ -203,6 +203,16 @@ class TestArchitectures:
             in message
         )
 
+    def test_tensors_of_a_checkpoint_that_leaves_out_the_name_of_the_model(self, folder):
+        add_tensor(folder, "layers.1.self_attn.q_proj.bias")
+        assert "does not read, first 'layers.1.self_attn.q_proj.bias'" in refusal(folder)
+
+    def test_scales_of_experts_that_transformers_joins(self, tmp_path):
+        build_tiny("qwen3_moe").save_pretrained(tmp_path)
+        name = "model.layers.0.mlp.experts.0.gate_proj.weight_scale"
+        add_tensor(tmp_path, name)
+        assert f"does not read, first '{name}'" in refusal(tmp_path)
+
     def test_tensors_of_modules_that_it_does_not_have(self, folder):
         """Such as prediction layers and towers."""
         add_tensor(folder, "model.layers.3.self_attn.q_proj.weight")

@@ -465,7 +465,7 @@ _draws(
 _draws(
     "top_p_ignores_top_k",
     "top-p is a share of all tokens, also where top-k has left some out",
-    "total += mass(likely.data(), k - in_front)",
+    "total += mass(likely.data(), int64_t(likely.size()))",
     "total = 1e9",
 )
 _draws(

@@ -179,12 +179,14 @@ def reported(*, as_json: bool, debug: bool = False) -> Iterator[None]:
 
 def _of_system(error: Exception) -> QuireError | None:
     """What the system refused; None if it was not that."""
-    if not isinstance(error, OSError) or error.strerror is None:
+    if not isinstance(error, OSError):
         return None
-    if error.errno == errno.ENOSPC and error.filename is None:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as above: it cannot take what is left
-    where = "" if error.filename is None else f" ('{error.filename}')"
-    return InvalidInput(f"{error.strerror}{where}.", fix="check the disk, the path and who may write there.")
+    if error.filename is not None:
+        return InvalidInput(f"{error.strerror} ('{error.filename}').", fix="check the path and who may use it.")
+    if error.errno != errno.ENOSPC:
+        return None
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as above: it cannot take what is left
+    return InvalidInput(f"{error.strerror}.", fix="make room on the disk of the output.")
 
 
 def _defect(error: Exception) -> QuireError:

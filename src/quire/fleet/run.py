@@ -26,7 +26,7 @@ from typing import Any
 from quire.engine.cores import available_cores
 from quire.errors import AddressInUse, InvalidInput, NoServer, QuireError, start_error
 from quire.fleet.config import FleetConfig, RayConfig
-from quire.fleet.deployments import APPLICATION, proxies_at
+from quire.fleet.deployments import APPLICATION, MARGIN_S, proxies_at
 from quire.fleet.placement import Waiting, refuse_unplaced
 from quire.routing.config import OnReady
 from quire.serve.config import ServerConfig
@@ -231,8 +231,19 @@ def _run(
         finally:
             with contextlib.suppress(_Ended):
                 serve.delete(APPLICATION, _blocking=False)  # a call that waits ends after a minute
-                while APPLICATION in serve.status().applications:
-                    time.sleep(_POLL_S)
+                _wait_for_end(server.drain_s + fleet.stop_seconds + 4 * MARGIN_S)
+
+
+def _wait_for_end(most_s: float) -> None:
+    """Until the application is gone, for so long at most: another may have deployed it again."""
+    from ray import serve
+    from ray.exceptions import RayError
+
+    deadline, is_there = time.monotonic() + most_s, True
+    while is_there and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        with contextlib.suppress(RayError, TimeoutError):  # the controller starts again
+            is_there = APPLICATION in serve.status().applications
 
 
 @contextlib.contextmanager

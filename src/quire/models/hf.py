@@ -54,8 +54,17 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 _SOME_TOKENS = 2
 
-_OF_CACHES = (".k_scale", ".v_scale")
-"""Ends of the names of scales that a checkpoint has for an FP8 cache."""
+_UNNEEDED = (
+    ".k_scale",
+    ".v_scale",
+    ".q_scale",
+    ".k_proj.output_scale",
+    ".v_proj.output_scale",
+    ".inv_freq",
+    "._extra_state",
+)
+"""Ends of the names of tensors without effect here: scales of an FP8 cache, angles that are computed, and notes of
+libraries."""
 
 INSTALLS = (
     install_mixers,
@@ -475,9 +484,19 @@ def _read_weights(source: ModelSource, dtype: torch.dtype, *, tied: bool) -> Any
 
 def _refuse_unread(model: Any, names: Iterable[str], name: str) -> None:
     """Raise ModelLoadError if a module with weights has more of them in the checkpoint, such as biases or scales: what
-    it computes without them is not what the model was trained for."""
-    holders = {path for path, module in model.named_modules() if module._parameters}
-    unread = sorted(each for each in names if each.rpartition(".")[0] in holders and not each.endswith(_OF_CACHES))
+    it computes without them is not what the model was trained for. A module that transformers has joined of many, such
+    as experts, has theirs, and a checkpoint may leave out the name of the model around them."""
+    modules = dict(model.named_modules())
+
+    def is_read(tensor: str) -> bool:
+        path = tensor
+        while path := path.rpartition(".")[0]:
+            holder = modules.get(path, modules.get(f"{model.base_model_prefix}.{path}"))
+            if holder is not None:
+                return not holder._parameters
+        return True
+
+    unread = sorted(each for each in names if not each.endswith(_UNNEEDED) and not is_read(each))
     if unread:
         raise ModelLoadError(
             f"the weights of '{name}' have {len(unread)} tensors that {type(model).__name__} does not read, first "

@@ -306,6 +306,8 @@ def load_tokenizer(
         raise ModelLoadError(
             f"'{path_or_id}' has no tokenizer.", fix="add tokenizer.json, or run with token ids and no tokenizer."
         )
+    # Prompts that are too long are refused, with a message of Quire's own.
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     if chat_template is not None:
         tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
     return Tokenizer(tokenizer, name=path_or_id, response_template=response_template)

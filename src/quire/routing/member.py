@@ -108,7 +108,7 @@ class Member:
 def behind_routers(server: ServerConfig, host: str, port: int, secret: str, routers: int = 1) -> ServerConfig:
     """The settings of a server behind routers, which have all its clients. Its health is asked for also while these
     have as many connections as they may."""
-    most = routers * server.max_connections + _SPARE
+    most = min(routers * server.max_connections + _SPARE, 2**31 - 1)
     own = {"host": host, "port": port, "router_secret": secret, "max_connections": most}
     return server.changed(**own, cors_origins=None, max_restarts=0)
 

@@ -300,8 +300,7 @@ def _wait_of(request: Request, body: bytes) -> float:
 
 
 def _add_samples(families: dict[str, list[str]], text: bytes, process: str) -> None:
-    """Add the samples of a scrape to the lines of their families. A process is one more label: those of servers have
-    one already."""
+    """Add the samples of a scrape to the lines of their families, with the process as one more label."""
     head, family = "", list[str]()
     for line in text.decode().split("\n"):
         if line.startswith("# HELP "):
@@ -309,8 +308,9 @@ def _add_samples(families: dict[str, list[str]], text: bytes, process: str) -> N
         elif line.startswith("# TYPE "):
             family = families.setdefault(line.split(" ")[2], [head, line])
         elif line:
-            labels, brace, value = line.rpartition("} ")
-            family.append(f'{labels},process="{process}"{brace}{value}' if process else line)
+            sample, brace, value = line.rpartition("} ") if "} " in line else line.partition(" ")
+            opening = "," if brace == "} " else "{"
+            family.append(f'{sample}{opening}process="{process}"}} {value}' if process else line)
 
 
 class _Families(Collector):

@@ -29,6 +29,8 @@ LOGITS = {
     "peaked": lambda draw, size: torch.randn(size, generator=draw) * 40,
     "ties": lambda draw, size: torch.randint(-4, 4, (size,), generator=draw).float(),
     "flat": lambda draw, size: torch.zeros(size),
+    "equal": lambda draw, size: torch.full((size,), 12.6257),
+    "close": lambda draw, size: 1000 + torch.randint(-2, 3, (size,), generator=draw) * 2.0**-13,
     "forbidden": lambda draw, size: torch.randn(size, generator=draw).where(
         torch.rand(size, generator=draw) < 0.1, torch.tensor(-torch.inf)
     ),
@@ -46,7 +48,7 @@ def rows_of(seed: int, size: int) -> tuple[torch.Tensor, list[Request]]:
         rows.append(make(draw, size))
         params = SamplingParams(
             seed=seed,
-            temperature=float(random.choice([0.0, 0.01, 0.7, 1.0, 1.9])),
+            temperature=float(random.choice([0.0, 1e-5, 0.01, 0.7, 1.0, 1.9])),
             top_k=int(random.choice([0, 0, 1, 2, 50, 1500, 10**6])),
             top_p=float(random.choice([1.0, 1.0, 1e-9, 0.3, 0.951, 0.99999, 1 - 2**-53])),
             min_p=float(random.choice([0.0, 0.0, 0.07, 1.0])),

@@ -32,7 +32,8 @@ class LogitChanges:
 
     def of(self, changed: Sequence[Changed], device: torch.device) -> list[Callable[[Tensor], None]]:
         """What changes logits float32 `[rows, vocabulary]`, contiguous, in place, in order. Rows of one request follow
-        each other, and only the first has no drafts before it. Requests without an entry are not changed."""
+        each other; tokens before its later rows are drafts, and so are those that it does not have yet. Requests
+        without an entry are not changed."""
         biases: _Entries = []
         repeated: _Entries = []
         present: _Entries = []
@@ -44,7 +45,8 @@ class LogitChanges:
                 bias = np.array(list(params.logit_bias.values()), dtype=np.float32)
                 biases.append((row, _ids(params.logit_bias), bias))
             if params.needs_history:
-                tokens, is_ahead = request.tokens_before(place), request is before
+                tokens = request.tokens_before(place)
+                is_ahead = request is before or len(tokens) > request.num_tokens
                 if params.repetition_penalty != 1.0:
                     ids = _counted(self._all, request, tokens, is_ahead=is_ahead).ids
                     repeated.append((row, ids, np.full(len(ids), params.repetition_penalty, dtype=np.float32)))

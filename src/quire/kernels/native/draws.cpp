@@ -175,12 +175,13 @@ class Row {
         for (; k < of.width && last < BINS && in_front + counts[last] < k; last++) in_front += counts[last], total += masses[last];
         if (k < of.width) {
             gather(last, [&] { return int64_t(likely.size()) >= k - in_front; });
-            auto kth = likely.begin() + (k - in_front);
+            if (likely.empty()) return NOTHING;
+            auto kth = likely.begin() + std::min(k - in_front, int64_t(likely.size()));
             std::nth_element(likely.begin(), kth - 1, likely.end(), std::greater<float>());
             least = kth[-1];
             likely.erase(kth, likely.end());
             if (p >= 1) return least;
-            total += mass(likely.data(), k - in_front);
+            total += mass(likely.data(), int64_t(likely.size()));
         } else {
             for (double each : masses) total += each;
             last = BINS;
@@ -230,10 +231,12 @@ class Row {
         for (int i = 0; i < W; i++) lanes[i] = uint32_t(i);
         for (int64_t i = 0; i < of.width; i += BLOCK) {
             vi may[4], found = {};
-            const float slack = 1.0001f + std::abs(highest) * 0x1p-22f;
+            float some[BLOCK];
+            const vf slack = ::exp_of(splat(1e-4f + std::abs(highest) * 0x1p-22f));  // for what sums of this size are rounded by
             UNROLL for (int part = 0; part < 4; part++) {
                 int64_t from = i + part * W;
                 vf x = from < of.width ? scores(from) : splat(NOTHING);
+                store(some + part * W, x);
                 vf uniform = (__builtin_convertvector((vi)bits_of(lanes + uint32_t(from), *key), vf) + 0.5f) * UNIT;
                 may[part] = (uniform < ::exp_of(x - highest) * slack) & (x >= least);
                 found |= may[part];
@@ -241,7 +244,7 @@ class Row {
             if (!any(found)) continue;
             for (int64_t j = 0; j < BLOCK; j++) {
                 if (!may[j / W][j % W]) continue;
-                float x = logits[i + j] * scale - noise(*key, i + j);
+                float x = some[j] - noise(*key, i + j);
                 if (x > highest || (x == highest && i + j < token)) highest = x, token = i + j;
             }
         }
