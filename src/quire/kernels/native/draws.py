@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.kernels.native.library import native
+from quire.kernels.native.library import address_of, native
 
 _P, _I64 = ctypes.c_void_p, ctypes.c_int64
 _TERMS = ("greedy", "temperature", "top_k", "top_p", "min_p")
@@ -46,10 +46,10 @@ class NativeDraws:
         assert logits.dtype == torch.float32 and logits.is_contiguous() and len(terms) == rows
         if terms is not self._last:
             assert terms.flags.c_contiguous and terms.itemsize == step.record
-            self._last, step.terms, step.rows = terms, _place(terms), rows
+            self._last, step.terms, step.rows = terms, address_of(terms), rows
         tokens = torch.empty(rows, dtype=torch.int64)
         step.logits, step.tokens, step.width = logits.data_ptr(), tokens.data_ptr(), logits.shape[1]
-        step.keys, step.threads = None if keys is None else _place(keys), torch.get_num_threads()
+        step.keys, step.threads = None if keys is None else address_of(keys), torch.get_num_threads()
         self._draw(self._place)
         return tokens
 
@@ -58,8 +58,3 @@ def native_draws(record: np.dtype[Any]) -> NativeDraws | None:
     """Draws by the library, with terms of this dtype; None if there is no library."""
     library = native().library
     return None if library is None else NativeDraws(library, record)
-
-
-def _place(array: npt.NDArray[Any]) -> int:
-    place: int = array.__array_interface__["data"][0]
-    return place

@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
+import numpy.typing as npt
 import torch
 from filelock import FileLock
 
@@ -75,6 +77,12 @@ def _loaded() -> Native:
     except (NoLibrary, OSError) as error:
         logger.warning("no native kernels, so that %s: %s", _LOST, error)
         return Native(reason=str(error))
+
+
+def address_of(array: npt.NDArray[Any]) -> int:
+    """Where the numbers of an array are, for a call of the library. The caller keeps the array."""
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def sources() -> dict[str, str]:

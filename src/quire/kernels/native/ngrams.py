@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quire.kernels.native.library import native
+from quire.kernels.native.library import address_of, native
 
 _P, _I64 = ctypes.c_void_p, ctypes.c_int64
 _Array = npt.NDArray[Any]
@@ -41,7 +41,7 @@ class NativeNgrams:
         self._search: Any = library.quire_ngram_drafts
         self._search.argtypes, self._search.restype = (_P, _P), None
         self._kept = dict(arrays)
-        self._state = _Ngrams(**{name: _place(array) for name, array in arrays.items()}, **numbers)
+        self._state = _Ngrams(**{name: address_of(array) for name, array in arrays.items()}, **numbers)
         self._nodes = int(self._state.most_nodes)
         self._step = _Search()
         self._places = ctypes.addressof(self._state), ctypes.addressof(self._step)
@@ -49,7 +49,7 @@ class NativeNgrams:
         self._about = np.zeros(
             (4, len(arrays["spaces"])), dtype=np.int64
         )  # rows, tokens, limits and drafts of requests
-        self._step.rows, self._step.known, self._step.most, self._step.counts = map(_place, self._about)
+        self._step.rows, self._step.known, self._step.most, self._step.counts = map(address_of, self._about)
         self._make_room(1)
 
     def drafts(
@@ -62,7 +62,7 @@ class NativeNgrams:
         step, count = self._step, len(rows)
         if tokens is not self._last:
             assert tokens.dtype == np.int32 and tokens.flags.c_contiguous
-            self._last, step.flat, step.width = tokens, _place(tokens), tokens.shape[1]
+            self._last, step.flat, step.width = tokens, address_of(tokens), tokens.shape[1]
         width = self._nodes or depth
         if count * width > self._found.shape[1]:
             self._make_room(width)
@@ -76,15 +76,10 @@ class NativeNgrams:
     def _make_room(self, width: int) -> None:
         """For `width` drafts of each row. A call passes no addresses: they cost as much as the search of a request."""
         self._found = np.zeros((2, self._about.shape[1] * width), dtype=np.int32)
-        self._step.tokens, self._step.parents = map(_place, self._found)
+        self._step.tokens, self._step.parents = map(address_of, self._found)
 
 
 def native_ngrams(arrays: Mapping[str, _Array], numbers: Mapping[str, int]) -> NativeNgrams | None:
     """The search with this state by the library; None if there is none."""
     library = native().library
     return None if library is None else NativeNgrams(library, arrays, numbers)
-
-
-def _place(array: _Array) -> int:
-    place: int = array.__array_interface__["data"][0]
-    return place
