@@ -321,7 +321,7 @@ def start_error(log: str, exit_code: int) -> QuireError:
     if exit_code < 0:
         why = f"the server was killed by signal {-exit_code} before it was ready."
         unasked = "memory ran out: lower --kv-memory" if -exit_code == signal.SIGKILL else "its log says more"
-        return QuireError(why, fix=f"if nobody killed it, {unasked}.")
+        return QuireError(why, fix=f"unless an operator killed it, {unasked}.")
     said = log.strip().splitlines()[-1:] or [f"the server ended with code {exit_code} and no message."]
     try:
         found = json.loads(said[0])["error"]

@@ -39,7 +39,7 @@ class Terminal(Console):
         super().__init__(highlight=False, markup=False, stderr=stderr)
 
     def on_broken_pipe(self) -> None:
-        """Nobody reads it any more, so nothing more is shown. Of a report that is the end, which `reported` knows."""
+        """The reader has closed it, so nothing more is shown. Of a report that is the end, which `reported` knows."""
         self.quiet = True
         if not self.stderr:
             raise BrokenPipeError
